@@ -1,0 +1,315 @@
+"""PPO: the model samples an answer, and a critic says of each token how much better it went than expected.
+
+    loss = mean over completion tokens of  -min(ratio * A, clip(ratio, 1 - c, 1 + c) * A) + beta * KL(policy, reference)
+                                           + (V - R)^2 / 2  for the critic
+    ratio = p(token) / p_old(token),  A = GAE(r, V),  R = A + V, the return that V is to predict
+
+Schulman et al. 2017 (arXiv:1707.06347), eq. 7; GAE is arXiv:1506.02438, eq. 16. Against minimal_grpo.py: one completion per
+prompt, and a critic, a second transformer, in the place of the group mean. Left out, each named where it would go: a
+trained reward model, a critic initialised from it, a KL penalty inside the reward, advantage whitening, vLLM rollouts,
+distributed training.
+
+Run: uv run minimal_ppo.py
+Glossary: B prompts, G completions per prompt (here 1), N = B*G rows, P prompt length, T completion length, V vocabulary.
+"""
+import inspect
+import os
+import random
+import re
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.hf_argparser import HfArg, HfArgumentParser
+
+# ---- 1. Config -------------------------------------------------------------------------------------------------------
+@dataclass
+class Config:
+    model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="name on the hub, or a local folder")
+    device: str = HfArg(default="auto", help="cuda, mps or cpu; auto: the accelerator if there is one")
+    seed: int = HfArg(default=0, help="draws batches and completions, never the held-out sums")
+    save: str = HfArg(default="", help="folder for the trained policy; empty: not saved")
+    # rollout
+    steps: int = HfArg(default=30, help="training steps, a rollout each")
+    batch_size: int = HfArg(default=16, help="prompts per step (B), up to 80, one completion each")
+    max_new_tokens: int = HfArg(default=12, help="longest completion in tokens; a bare answer takes about 9")
+    # update
+    inner_epochs: int = HfArg(default=2, help="optimizer steps per rollout; with 1 the clip never fires")
+    lr: float = HfArg(default=1e-5, help="AdamW step size of the policy")
+    critic_lr: float = HfArg(default=1e-5, help="AdamW step size of the critic")
+    clip: float = HfArg(default=0.2, help="a ratio beyond 1 +- clip earns nothing more")
+    beta: float = HfArg(default=0.04, help="weight of the KL penalty; 0: no reference is loaded")
+    gamma: float = HfArg(default=1.0, help="discount per token; 1: an early token counts as much as the last")
+    lam: float = HfArg(default=0.95, help="GAE's lambda; 1: Monte Carlo, unbiased; 0: one step, trusts the critic")
+
+LOWEST = {"steps": 1, "batch_size": 1, "max_new_tokens": 1, "inner_epochs": 1}  # of other numbers: 0
+
+def check(config: Config) -> None:
+    """Raises ValueError, before any work, that names a flag out of range or a --save that cannot be written."""
+    for flag, value in vars(config).items():
+        if isinstance(value, (int, float)) and not LOWEST.get(flag, 0) <= value < float("inf"):
+            raise ValueError(f"--{flag} {value}: must be a number from {LOWEST.get(flag, 0)}")
+    target = Path(config.save).absolute()
+    parent = next(folder for folder in target.parents if folder.exists())
+    foreign = target.is_file() or any(target.glob("*")) and not (target / "config.json").exists()
+    if config.save and (foreign or not parent.is_dir() or not os.access(parent, os.W_OK)):
+        raise ValueError(f"--save {config.save}: not writable, or something else than a model folder is there")
+
+# ---- 2. Data and reward ----------------------------------------------------------------------------------------------
+SYSTEM = "Reply with <answer>sum</answer>."
+
+def toy_data() -> tuple[list, list]:
+    """All 100 one-digit sums as (question, answer): 80 to train on, 20 held out, the same ones in every script."""
+    sums = [(f"What is {a} + {b}?", str(a + b)) for a in range(10) for b in range(10)]
+    random.Random(0).shuffle(sums)
+    return sums[:80], sums[80:]
+
+def reward(completion: str, answer: str) -> float:
+    """1.0 if the last closed <answer>...</answer> holds the answer, else 0.0. A trained reward model would go here."""
+    # Never of prompt + completion: the system line has tags too, and what stands in them would score.
+    found = re.findall(r"<answer>((?:(?!</?answer>).)*)</answer>", completion, re.DOTALL)
+    return float(bool(found) and found[-1].strip() == answer != "")
+
+# ---- 3. Model --------------------------------------------------------------------------------------------------------
+def load(name, device):
+    """Model (float32, eval mode) and tokenizer. Raises ValueError if one of them cannot be had."""
+    try:
+        device = torch.accelerator.current_accelerator(True) or "cpu" if device == "auto" else device
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        # A bf16 checkpoint would stay bf16, whose 8 bits round an update of 5e-6 to a weight of 0.02 away: ten SFT
+        # steps left the loss of a 135M model at 1.9, against 0.1 in float32.
+        # sdpa on MPS has returned NaN for rows that are all padding (pytorch issue 167515).
+        attention = "eager" if torch.device(device).type == "mps" else "sdpa"
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
+        return model.to(device).eval(), tokenizer
+    except Exception as error:  # hub, files, JSON, safetensors, device: each raises a kind of its own
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {reason}") from error
+
+def save(model, tokenizer, folder):
+    """Write FOLDER.partial, then let it take FOLDER's place: at every moment one of the two is whole."""
+    partial = Path(f"{Path(folder)}.partial")
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+# ---- 4. Tokens and masks ---------------------------------------------------------------------------------------------
+def stop_ids(model, tokenizer) -> list[int]:
+    """Every id that ends a completion: generation_config's (an int, a list or None) and the tokenizer's EOS."""
+    ids = model.generation_config.eos_token_id
+    ids = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
+    return [i for i in dict.fromkeys(ids) if i is not None]
+
+def encode_prompt(tokenizer, question: str) -> list[int]:
+    """Ids of system line, question and the opening of the answer; plain text where there is no chat template."""
+    if tokenizer.chat_template is None:
+        return tokenizer(f"{SYSTEM}\n{question}\n").input_ids
+    # Some templates print today's date. The macro takes that function's place: the same ids on every day.
+    template = "{% macro strftime_now(format) %}1 January 2025{% endmacro %}" + tokenizer.get_chat_template()
+    chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(chat, chat_template=template, add_generation_prompt=True, return_dict=False)
+
+def pad(rows, pad_id, side):
+    """Id lists -> ids, mask (rows, longest), long. The mask, 1 on real tokens, alone says what is padding."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row).long() for row in rows], True, pad_id, side)
+    return ids, torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in rows], True, 0, side)
+
+def show_row(tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """Print the first row token by token, each behind its loss mask."""
+    row = [(0, i) for i in prompt_ids[0]] + [*zip(completion_mask[0].tolist(), completion_ids[0])]
+    print("one row as loss mask and token:", *(f"{m} {tokenizer.decode(i)!r}" for m, i in row), sep="  ")
+
+# ---- 5. Sampling -----------------------------------------------------------------------------------------------------
+def forward(model, ids, mask, cache, keep=0):
+    """Logits of the last `keep` ids (0: of all). ids (rows, L) end the mask (rows, seen + L); the cache saw the rest."""
+    if model.training:  # dropout would change the probabilities, and gradient checkpointing drops the cache
+        logits = forward(model.eval(), ids, mask, cache, keep)
+        model.train()
+        return logits
+    # Positions count real tokens. Without them and the mask, 12 pads moved a log-probability by 0.8 nats on average.
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
+    # transformers renamed past_key_values to cache, and ignores the name that it does not know.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return model(ids, attention_mask=mask, position_ids=positions, logits_to_keep=keep, **{name: cache}).logits
+
+def read_prompts(model, prompt_ids, prompt_mask, num_samples):
+    """One pass over the B prompts for all N completions: logits (N, 1, V) of their first token, mask (N, P), cache."""
+    cache = DynamicCache()
+    logits = forward(model, prompt_ids, prompt_mask, cache, keep=1)  # (B, 1, V): the prompt's own are unused
+    cache.batch_repeat_interleave(num_samples)
+    return logits.repeat_interleave(num_samples, 0), prompt_mask.repeat_interleave(num_samples, 0), cache
+
+@torch.no_grad()
+def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids, pad_id, greedy=False):
+    """completion_ids, completion_mask (N, T) drawn from softmax(logits), the distribution that is trained: no top-k.
+
+    T is the longest row, at most max_new_tokens. Raises RuntimeError if the logits are not finite.
+    """
+    logits, mask, cache = read_prompts(model, prompt_ids, prompt_mask, num_samples)
+    ids, done, finite = mask[:, :0], mask[:, 0] < 0, mask[0, 0] >= 0  # (N, 0) ids; no row is done; all is finite
+    for t in range(max_new_tokens):
+        logits = forward(model, ids[:, -1:], mask, cache) if t else logits
+        finite = finite & logits.amax().isfinite()
+        probs = torch.softmax(logits[:, -1].float().nan_to_num(), -1)  # (N, V); a NaN in multinomial would abort CUDA
+        # multinomial on MPS has returned ids of probability 0: the CPU draws for it.
+        draw = probs.argmax(-1) if greedy else torch.multinomial(probs.cpu() if mask.is_mps else probs, 1)[:, 0]
+        token = torch.where(done, pad_id, draw.to(mask.device))
+        ids = torch.cat([ids, token[:, None]], 1)
+        mask = torch.cat([mask, (~done).long()[:, None]], 1)  # the stop token itself belongs to its row
+        done = done | torch.isin(token, torch.tensor(stop_ids, device=mask.device))
+        # To read a flag is to wait for the accelerator: every 16 tokens, and the rest is trimmed.
+        if (mask.is_cpu or t % 16 == 0) and (done.all() or not finite):
+            break
+    if not finite:
+        raise RuntimeError("the logits are not finite: broken weights in --model, or --lr too high")
+    completion_mask = mask[:, prompt_ids.shape[1]:]
+    longest = int(completion_mask.sum(1).max())
+    return ids[:, :longest], completion_mask[:, :longest]
+
+# ---- 6. Log-probabilities --------------------------------------------------------------------------------------------
+def completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """The logits that predict each completion token, (N, T, V)."""
+    first, mask, cache = read_prompts(model, prompt_ids, prompt_mask, len(completion_ids) // len(prompt_ids))
+    ids, mask = completion_ids[:, :-1], torch.cat([mask, completion_mask[:, :-1]], 1)  # the last token predicts nothing
+    return torch.cat([first, forward(model, ids, mask, cache)], 1) if ids.shape[1] else first
+
+def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """log p(token | all before it), (N, T), float32."""
+    logits = completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask).float()
+    return logits.log_softmax(-1).gather(-1, completion_ids[:, :, None])[:, :, 0]
+
+def token_values(critic, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """The critic's V of all that stands before each completion token, (N, T)."""
+    return completion_logits(critic, prompt_ids, prompt_mask, completion_ids, completion_mask)[:, :, 0]
+
+# ---- 7. Loss ---------------------------------------------------------------------------------------------------------
+def masked_mean(x, mask):
+    """Mean of x over the slots with mask 1; 0 if there are none."""
+    return (x * mask).sum() / mask.sum().clamp(min=1)
+
+def clipped_surrogate(logprobs, old_logprobs, advantages, clip):
+    """Per-token loss (N, T), eq. 7 of the PPO paper (arXiv:1707.06347) negated, and 1.0 where the clip lowers it."""
+    ratio = (logprobs - old_logprobs).exp()
+    unclipped, clipped = ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages
+    return -torch.minimum(unclipped, clipped), (clipped < unclipped).float()
+
+def kl_to_reference(logprobs, ref_logprobs):
+    """Per-token estimate of KL(policy, reference), (N, T), never negative: k3 = exp(d) - 1 - d, eq. 4."""
+    # Not k1 = -d: its gradient does not depend on the reference. Beyond the bound, which keeps exp finite, it is 0.
+    d = (ref_logprobs - logprobs).clamp(max=20)
+    return torch.expm1(d) - d
+
+@torch.no_grad()
+def gae(rewards, values, mask, gamma, lam):
+    """rewards (N,), paid at the last token, values (N, T) -> advantages (eq. 16), returns (N, T)."""
+    paid = torch.zeros_like(values).scatter(1, (mask.sum(1, keepdim=True) - 1).clamp(min=0).long(), rewards[:, None])
+    values, advantages = values * mask, torch.zeros_like(values)
+    advantage = next_value = torch.zeros_like(rewards)
+    for t in reversed(range(values.shape[1])):
+        error = paid[:, t] + gamma * next_value - values[:, t]  # (N,) one-step error; V is 0 after the end
+        advantages[:, t] = advantage = (error + gamma * lam * advantage) * mask[:, t]
+        next_value = values[:, t]
+    return advantages, advantages + values
+
+# ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
+def evaluate(model, tokenizer, problems, config) -> str:
+    """Share of problems that the greedy completion solves, and its count, as "0.250 (5/20)". Draws no random number."""
+    solved, size, pad_id = 0, config.batch_size, tokenizer.pad_token_id
+    for i in tqdm(range(0, len(problems), size), desc="evaluate", leave=False):
+        questions, answers = zip(*problems[i:i + size])
+        prompts = [x.to(model.device) for x in pad([encode_prompt(tokenizer, q) for q in questions], pad_id, "left")]
+        ids, _ = sample(model, *prompts, 1, config.max_new_tokens, stop_ids(model, tokenizer), pad_id, greedy=True)
+        solved += int(sum(map(reward, tokenizer.batch_decode(ids, skip_special_tokens=True), answers)))
+    return f"{solved / len(problems):.3f} ({solved}/{len(problems)})"
+
+def peak_gb() -> float:
+    """Peak memory in 10^9 bytes: torch's count on CUDA, elsewhere the whole process (Windows keeps no such record)."""
+    if torch.cuda.is_available() or sys.platform == "win32":
+        return torch.cuda.max_memory_allocated() / 1e9
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
+
+# ---- 9. Training loop ------------------------------------------------------------------------------------------------
+def main(config: Config) -> None:
+    check(config)
+    started, rng, (train, held_out) = time.perf_counter(), random.Random(config.seed), toy_data()
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on CUDA only: 8 times finer than bf16, weights stay float32
+    policy, tokenizer = load(config.model, config.device)
+    reference = load(config.model, policy.device)[0].requires_grad_(False) if config.beta > 0 else None
+    critic = load(config.model, policy.device)[0]  # the reward model, where there is one, is a better start
+    critic.set_output_embeddings(torch.nn.Linear(critic.config.hidden_size, 1, bias=False, device=policy.device))
+    torch.nn.init.zeros_(critic.get_output_embeddings().weight)  # V starts at 0, not at noise
+    groups = [{"params": policy.parameters()}, {"params": critic.parameters(), "lr": config.critic_lr}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=0.0, fused=True)
+    device, stops, pad_id = policy.device, stop_ids(policy, tokenizer), tokenizer.pad_token_id
+    print(f"script: {Path(__file__).name}\nmodel: {config.model}\nparameters: {policy.num_parameters():,}\n"
+          f"device: {device}\nprecision: {policy.dtype}{', TF32 products' if device.type == 'cuda' else ''}")
+    accuracy_before = evaluate(policy, tokenizer, held_out, config)
+    torch.manual_seed(config.seed)
+    earned = 0.0
+    try:
+        for step in range(1, config.steps + 1):
+            step_started = time.perf_counter()
+
+            # 9.1 Batch
+            questions, answers = zip(*rng.sample(train, config.batch_size))
+            prompts = [x.to(device) for x in pad([encode_prompt(tokenizer, q) for q in questions], pad_id, "left")]
+
+            # 9.2 Rollout. vLLM would go here, faster, if it can be made to give the same probabilities.
+            ids, mask = sample(policy, *prompts, 1, config.max_new_tokens, stops, pad_id)
+            if step == 1:
+                show_row(tokenizer, *prompts, ids, mask)
+
+            # 9.3 Reward. InstructGPT subtracts beta * KL here, token by token; this script adds it to the loss, as GRPO.
+            texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+            rewards = torch.tensor([*map(reward, texts, answers)], device=device)  # (N,)
+            ref_logprobs = token_logprobs(reference, *prompts, ids, mask) if reference else None
+
+            # 9.4 Update
+            for epoch in range(config.inner_epochs):
+                logprobs = token_logprobs(policy, *prompts, ids, mask)
+                values = token_values(critic, *prompts, ids, mask)
+                if epoch == 0:  # log-probabilities of the sampler: the ratio is exactly 1 here, and the clip cannot fire
+                    old_logprobs = logprobs.detach()
+                    advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)  # whitening would follow
+                surrogate, clipped = clipped_surrogate(logprobs, old_logprobs, advantages, config.clip)
+                kl = kl_to_reference(logprobs, ref_logprobs) if reference else torch.zeros_like(logprobs)
+                loss = masked_mean(surrogate + config.beta * kl, mask)
+                value_loss = masked_mean((values - returns) ** 2, mask) / 2
+                optimizer.zero_grad()
+                (loss + value_loss).backward()  # distributed training would average the gradients here
+                norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
+                torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0, error_if_nonfinite=True)
+                optimizer.step()
+
+            # 9.5 Print, of the last inner epoch
+            print(f"step {step}/{config.steps}  loss {loss:z.4f}  reward {rewards.mean():.3f}  "
+                  f"length {mask.sum() / len(mask):.1f}  grad_norm {norm:.3f}  kl {masked_mean(kl, mask):.4f}  "
+                  f"clip {masked_mean(clipped, mask):.3f}  value {masked_mean(values, mask):.3f}  "
+                  f"value_loss {value_loss:.4f}  {time.perf_counter() - step_started:.1f} s", flush=True)
+            if step % 5 == 0:
+                print(f"  {questions[0]} {texts[0]!r} reward {rewards[0]:.0f}")
+            earned += rewards.sum().item()
+            if step == 3 and earned == 0:
+                print("no reward in 3 steps, nothing to learn: minimal_sft.py --steps 8 --save out/sft, then --model out/sft")
+    except KeyboardInterrupt:
+        print("interrupted: no more training")
+    finally:  # also after an error: what was trained is kept
+        if config.save:
+            save(policy, tokenizer, config.save)
+    print(f"---\naccuracy_before: {accuracy_before}\naccuracy_after: {evaluate(policy, tokenizer, held_out, config)}")
+    print(f"seconds: {time.perf_counter() - started:.0f}\npeak_gb: {peak_gb():.2f}")
+
+if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="backslashreplace")  # a console that lacks a character must not end the run
+    try:
+        main(Config(**vars(HfArgumentParser(Config).parse_args())))
+    except (ValueError, RuntimeError, OSError, KeyboardInterrupt) as error:
+        sys.exit(f"error: {' '.join(str(error).split()) or 'interrupted'}")

@@ -1,0 +1,123 @@
+"""Tiny random models, the scripts as modules, and a runner for their command lines. Nothing here needs the hub."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = ["minimal_sft", "minimal_dpo", "minimal_grpo", "minimal_ppo"]
+RL = ["minimal_grpo", "minimal_ppo"]
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def import_script(name):
+    """The script as a module, under its own name, without running it."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+SCRIPTS = {name: import_script(name) for name in NAMES}
+
+
+def having(function):
+    """Parametrize a test over every script that has the function: a case is tested in each copy."""
+    found = [script for script in SCRIPTS.values() if hasattr(script, function)]
+    assert found
+    return pytest.mark.parametrize("script", found, ids=lambda script: script.__name__)
+
+
+def make_tokenizer(template=CHATML, pad="<|pad|>", eos="<|im_end|>", bos=None):
+    """One token per byte, and the chat marks as special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|pad|>", "<|end|>"])  # 256 to 259
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=eos, bos_token=bos)
+    fast.chat_template = template
+    return fast
+
+
+def make_model(family="qwen2", eos=257, seed=0, vocab=260, spread=0.3):
+    """A random model with two layers, in eval mode. spread is the scale of its weights: 0.3 gives peaked distributions."""
+    torch.manual_seed(seed)
+    if family == "qwen2":
+        config = Qwen2Config(
+            vocab_size=vocab, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=512, initializer_range=spread, tie_word_embeddings=True,
+            eos_token_id=eos, bos_token_id=None, pad_token_id=None,
+        )  # fmt: skip
+        return Qwen2ForCausalLM(config).eval()
+    config = GPT2Config(
+        vocab_size=vocab, n_embd=32, n_layer=2, n_head=4, n_positions=512, initializer_range=spread, eos_token_id=eos,
+        bos_token_id=None, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config).eval()
+
+
+@pytest.fixture(params=["qwen2", "gpt2"])
+def model(request):
+    return make_model(request.param)
+
+
+@pytest.fixture
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """Folder of a tiny Qwen2 checkpoint with its tokenizer."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    make_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """Folder of SmolLM2-135M-Instruct, built once."""
+    import smollm2
+
+    return smollm2.build()
+
+
+def environment(**extra):
+    """The caller's environment, without network: a hub that cannot be reached answers at once."""
+    return os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"} | extra
+
+
+def run(name, *flags, folder=None, check=True, **extra):
+    """Run a script with the flags; with `folder`, a lone copy of it from there. The finished process, output as text."""
+    path = ROOT / f"{name}.py"
+    if folder is not None:
+        path = shutil.copy(path, folder)
+    command = [sys.executable, str(path), "--device", "cpu", *map(str, flags)]
+    done = subprocess.run(command, cwd=folder, env=environment(**extra), capture_output=True, text=True, encoding="utf-8")
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def summary(output):
+    """The `key: value` lines after the last `---`."""
+    return dict(line.split(": ", 1) for line in output.rpartition("---\n")[2].strip().splitlines())
+
+
+def steps(output):
+    """The step lines without their seconds, the one figure that may differ between equal runs."""
+    return [line.rsplit("  ", 1)[0] for line in output.splitlines() if line.startswith("step ")]

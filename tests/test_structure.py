@@ -1,0 +1,129 @@
+"""What makes seven copies readable as one: same order, same text, same size. The scripts are parsed, not run."""
+
+import ast
+import io
+import re
+import sys
+import tokenize
+import tomllib
+
+import pytest
+from conftest import NAMES, ROOT
+
+SECTIONS = ["Config", "Data and reward", "Model", "Tokens and masks", "Sampling", "Log-probabilities", "Loss", "Evaluation",
+            "Training loop"]  # fmt: skip
+# Definitions that may differ between scripts, and why.
+EXCEPTIONS = {
+    "Config": "each script has its own knobs",
+    "main": "the training loop is the lesson",
+}
+SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in NAMES}
+
+
+def definitions(source):
+    """Name -> text of each top-level function and class, decorators and comments included."""
+    lines = source.splitlines()
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            found[node.name] = "\n".join(lines[first - 1 : node.end_lineno])
+    return found
+
+
+def code_lines(source):
+    """Numbers of the lines that hold code: no blanks, comments or docstrings."""
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+                              tokenize.ENDMARKER):  # fmt: skip
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+            lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return lines
+
+
+def test_shared_functions_are_the_same_text_in_every_script():
+    copies = {}
+    for name, source in SOURCES.items():
+        for function, text in definitions(source).items():
+            copies.setdefault(function, {})[name] = text
+    for function, texts in copies.items():
+        if function in EXCEPTIONS:
+            continue
+        assert len(set(texts.values())) == 1, f"{function} differs between {', '.join(texts)}"
+    assert {"sample", "token_logprobs", "load", "save", "pad", "evaluate"} <= {f for f, t in copies.items() if len(t) == 4}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sections_come_in_order_with_their_numbers(name):
+    banners = re.findall(r"^# ---- (\d)\. (.*?) -+$", SOURCES[name], re.M)
+    assert banners == [(str(i), title) for i, title in enumerate(SECTIONS, 1)]
+    assert ast.get_docstring(ast.parse(SOURCES[name])).count("Glossary: B prompts, G completions per prompt") == 1
+    assert f"uv run {name}.py" in ast.get_docstring(ast.parse(SOURCES[name]))
+
+
+def test_functions_stand_in_the_same_order_everywhere():
+    order = list(definitions(SOURCES["minimal_ppo"]))
+    for name in NAMES:
+        shared = [f for f in definitions(SOURCES[name]) if f in order]
+        assert shared == [f for f in order if f in shared], name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_imports_are_the_runtime_packages_and_no_other_script(name):
+    allowed = {"torch", "transformers", "datasets", "tqdm"} | set(sys.stdlib_module_names)
+    for node in ast.walk(ast.parse(SOURCES[name])):
+        modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module] if isinstance(node, ast.ImportFrom) else []
+        assert {module.split(".")[0] for module in modules} <= allowed
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_import_does_no_work(name):
+    for node in ast.parse(SOURCES[name]).body:
+        if isinstance(node, ast.If):
+            assert ast.unparse(node.test) == "__name__ == '__main__'"
+        else:
+            assert isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.Expr)), node
+            assert not isinstance(node, ast.Expr) or isinstance(node.value, ast.Constant)
+
+
+def depth(node):
+    """Deepest nesting of blocks below a function's own body; an else-if chain counts once."""
+    deepest = 0
+    for field, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                inner = depth(child)
+                deepest = max(deepest, inner)
+    return deepest + isinstance(node, (ast.For, ast.While, ast.If, ast.With, ast.Try))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_functions_are_short_and_flat(name):
+    for node in ast.parse(SOURCES[name]).body:
+        if isinstance(node, ast.FunctionDef):
+            limit = 60 if node.name == "main" else 40
+            assert node.end_lineno - node.lineno + 1 <= limit, node.name
+            assert depth(node) <= 4, node.name
+            assert node.name == "main" or ast.get_docstring(node), f"{node.name} has no docstring"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_size(name):
+    source = SOURCES[name]
+    assert len(code_lines(source)) <= 180 and len(source.splitlines()) <= 280
+    assert max(map(len, source.splitlines())) <= 120
+
+
+def test_runtime_packages_are_the_four():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {re.match(r"[a-z]+", d)[0] for d in project["dependencies"]} == {"torch", "transformers", "datasets", "tqdm"}
+
+
+def test_top_level_holds_nothing_else():
+    allowed = {*(f"{name}.py" for name in NAMES), "pyproject.toml", "uv.lock", "README.md", "LICENSE", "tests", "out"}
+    found = {p.name for p in ROOT.iterdir() if not p.name.startswith((".", "__pycache__")) and p.suffix != ".egg-info"}
+    assert found <= allowed, found - allowed
