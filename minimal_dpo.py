@@ -2,15 +2,16 @@
 
     loss = -log sigmoid(beta * margin),   margin = log p(chosen) / p_ref(chosen) - log p(rejected) / p_ref(rejected)
 
-Rafailov et al. 2023 (arXiv:2305.18290), eq. 7: the KL-regularised reward problem, solved in closed form by the pairs. Against
-minimal_sft.py it adds a rejected answer and a frozen reference; minimal_grpo.py samples its answers itself. Only the
-difference of the pair is trained: the rejected log-probability falls without a floor, and when the two share most of their
-tokens the chosen one can fall with it. Watch both in the log, not the margin alone. Left out: distributed training.
+Rafailov et al. 2023 (arXiv:2305.18290), eq. 7: the policy that maximises a reward under a KL penalty, from pairs alone.
+Against minimal_sft.py it adds a rejected answer and a frozen reference; minimal_grpo.py samples its answers. Beware of
+over-optimisation: only the difference of a pair is trained, the rejected log-probability falls without a floor, and
+the chosen one can fall with it. Watch both in the log, not the margin alone. Left out: distributed training.
 
 Run: uv run minimal_dpo.py
-Glossary: B prompts, G completions per prompt (here 2: chosen, rejected), N = B*G rows, P prompt length, T completion length,
-V vocabulary.
+Glossary: B prompts, G completions per prompt (2 here: chosen, rejected), N = B*G rows, P prompt length, T completion
+length, V vocabulary.
 """
+
 import inspect
 import os
 import random
@@ -25,6 +26,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.hf_argparser import HfArg, HfArgumentParser
+
 
 # ---- 1. Config -------------------------------------------------------------------------------------------------------
 @dataclass
@@ -41,13 +43,14 @@ class Config:
     # evaluation
     max_new_tokens: int = HfArg(default=12, help="longest completion in tokens; a bare answer takes about 9")
 
-LOWEST = {"steps": 1, "batch_size": 1, "beta": 1e-6, "max_new_tokens": 1}  # of other numbers: 0
+RANGES = {"steps": (1, 10**9), "batch_size": (1, 80), "beta": (1e-6, 10**9), "max_new_tokens": (1, 10**9)}
 
 def check(config: Config) -> None:
     """Raises ValueError, before any work, that names a flag out of range or a --save that cannot be written."""
     for flag, value in vars(config).items():
-        if isinstance(value, (int, float)) and not LOWEST.get(flag, 0) <= value < float("inf"):
-            raise ValueError(f"--{flag} {value}: must be a number from {LOWEST.get(flag, 0)}")
+        low, high = RANGES.get(flag, (0, 10**9))
+        if isinstance(value, (int, float)) and not low <= value <= high:  # not true of nan either
+            raise ValueError(f"--{flag} {value}: must be from {low} to {high}")
     target = Path(config.save).absolute()
     parent = next(folder for folder in target.parents if folder.exists())
     foreign = target.is_file() or any(target.glob("*")) and not (target / "config.json").exists()
@@ -77,7 +80,7 @@ def reward(completion: str, answer: str) -> float:
 def load(name, device):
     """Model (float32, eval mode) and tokenizer. Raises ValueError if one of them cannot be had."""
     try:
-        device = torch.accelerator.current_accelerator(True) or "cpu" if device == "auto" else device
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu" if device == "auto" else device
         tokenizer = AutoTokenizer.from_pretrained(name)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         # A bf16 checkpoint would stay bf16, whose 8 bits round an update of 5e-6 to a weight of 0.02 away: ten SFT
@@ -87,8 +90,7 @@ def load(name, device):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
         return model.to(device).eval(), tokenizer
     except Exception as error:  # hub, files, JSON, safetensors, device: each raises a kind of its own
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {reason}") from error
+        raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {error}") from error
 
 def save(model, tokenizer, folder):
     """Write FOLDER.partial, then let it take FOLDER's place: at every moment one of the two is whole."""
@@ -124,7 +126,7 @@ def pad(rows, pad_id, side):
     return ids, torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in rows], True, 0, side)
 
 def encode_pairs(tokenizer, problems, rng, device):
-    """(question, answer) problems -> the four tensors of a batch; rows 2i and 2i + 1 are problem i's chosen and rejected."""
+    """(question, answer) problems -> a batch of four tensors, rows 2i and 2i + 1 problem i's chosen and rejected."""
     answers = [sum_ for _, answer in problems for sum_ in (answer, near_miss(answer, rng))]
     rows = [encode_completion(tokenizer, f"<answer>{sum_}</answer>") for sum_ in answers]
     prompts = pad([encode_prompt(tokenizer, question) for question, _ in problems], tokenizer.pad_token_id, "left")
@@ -132,12 +134,12 @@ def encode_pairs(tokenizer, problems, rng, device):
 
 def show_row(tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask):
     """Print the first row token by token, each behind its loss mask."""
-    row = [(0, i) for i in prompt_ids[0]] + [*zip(completion_mask[0].tolist(), completion_ids[0])]
+    row = [(0, i) for i in prompt_ids[0].tolist()] + [*zip(completion_mask[0].tolist(), completion_ids[0].tolist())]
     print("one row as loss mask and token:", *(f"{m} {tokenizer.decode(i)!r}" for m, i in row), sep="  ")
 
 # ---- 5. Sampling -----------------------------------------------------------------------------------------------------
 def forward(model, ids, mask, cache, keep=0):
-    """Logits of the last `keep` ids (0: of all). ids (rows, L) end the mask (rows, seen + L); the cache saw the rest."""
+    """Logits of the last `keep` ids, 0 for all. ids (rows, L) end the mask (rows, seen + L); the cache saw the rest."""
     if model.training:  # dropout would change the probabilities, and gradient checkpointing drops the cache
         logits = forward(model.eval(), ids, mask, cache, keep)
         model.train()
@@ -178,9 +180,8 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids
             break
     if not finite:
         raise RuntimeError("the logits are not finite: broken weights in --model, or --lr too high")
-    completion_mask = mask[:, prompt_ids.shape[1]:]
-    longest = int(completion_mask.sum(1).max())
-    return ids[:, :longest], completion_mask[:, :longest]
+    mask = mask[:, prompt_ids.shape[1]:]
+    return ids[:, mask.any(0)], mask[:, mask.any(0)]  # no column beyond the longest row
 
 # ---- 6. Log-probabilities --------------------------------------------------------------------------------------------
 def completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
@@ -194,10 +195,9 @@ def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_ma
     logits = completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask).float()
     return logits.log_softmax(-1).gather(-1, completion_ids[:, :, None])[:, :, 0]
 
-def pair_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Summed log-probabilities (B, 2) of each prompt's chosen and rejected completion."""
-    logprobs = token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask)
-    return (logprobs * completion_mask).sum(1).view(-1, 2)
+def pair_logprobs(model, *batch):
+    """Log-probabilities (B, 2) of each prompt's chosen and rejected completion, summed over their tokens."""
+    return (token_logprobs(model, *batch) * batch[3]).sum(1).view(-1, 2)
 
 # ---- 7. Loss ---------------------------------------------------------------------------------------------------------
 def masked_mean(x, mask):
@@ -212,9 +212,9 @@ def dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta):
 # ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
 def evaluate(model, tokenizer, problems, config) -> str:
     """Share of problems that the greedy completion solves, and its count, as "0.250 (5/20)". Draws no random number."""
-    solved, size, pad_id = 0, config.batch_size, tokenizer.pad_token_id
-    for i in tqdm(range(0, len(problems), size), desc="evaluate", leave=False):
-        questions, answers = zip(*problems[i:i + size])
+    solved, pad_id = 0, tokenizer.pad_token_id
+    for i in tqdm(range(0, len(problems), config.batch_size), desc="evaluate", leave=False):
+        questions, answers = zip(*problems[i:i + config.batch_size])
         prompts = [x.to(model.device) for x in pad([encode_prompt(tokenizer, q) for q in questions], pad_id, "left")]
         ids, _ = sample(model, *prompts, 1, config.max_new_tokens, stop_ids(model, tokenizer), pad_id, greedy=True)
         solved += int(sum(map(reward, tokenizer.batch_decode(ids, skip_special_tokens=True), answers)))
@@ -231,19 +231,19 @@ def peak_gb() -> float:
 def main(config: Config) -> None:
     check(config)
     started, rng, (train, held_out) = time.perf_counter(), random.Random(config.seed), toy_data()
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on CUDA only: 8 times finer than bf16, weights stay float32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA alone: products 8 times finer than bf16, weights float32
     policy, tokenizer = load(config.model, config.device)
     reference = load(config.model, policy.device)[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
-    print(f"script: {Path(__file__).name}\nmodel: {config.model}\nparameters: {policy.num_parameters():,}\n"
-          f"device: {policy.device}\nprecision: {policy.dtype}{', TF32 products' if policy.device.type == 'cuda' else ''}")
+    device = policy.device
+    print(f"{Path(__file__).name}: {config.model}, {policy.num_parameters():,} parameters, {device}, {policy.dtype}")
     accuracy_before = evaluate(policy, tokenizer, held_out, config)
     try:
         for step in range(1, config.steps + 1):
             step_started = time.perf_counter()
 
             # 9.1 Batch
-            batch = encode_pairs(tokenizer, rng.sample(train, config.batch_size), rng, policy.device)
+            batch = encode_pairs(tokenizer, rng.sample(train, config.batch_size), rng, device)
             if step == 1:
                 show_row(tokenizer, *batch)
 
@@ -258,16 +258,16 @@ def main(config: Config) -> None:
             # 9.5 Print
             chosen, rejected = logprobs.mean(0)
             print(f"step {step}/{config.steps}  loss {loss:z.4f}  grad_norm {norm:.3f}  chosen {chosen:.3f}  "
-                  f"rejected {rejected:.3f}  margin {margin.mean():z.3f}  accuracy {(margin > 0).float().mean():.3f}  "
-                  f"{time.perf_counter() - step_started:.1f} s", flush=True)
+                  f"rejected {rejected:.3f}  margin {margin.mean():z.3f}  "
+                  f"accuracy {(margin > 0).float().mean():.3f}  {time.perf_counter() - step_started:.1f} s", flush=True)
     except KeyboardInterrupt:
         print("interrupted: no more training")
     finally:  # also after an error: what was trained is kept
         if config.save:
             save(policy, tokenizer, config.save)
-    batch, n = encode_pairs(tokenizer, held_out, random.Random(0), policy.device), len(held_out)
-    with torch.no_grad():
-        wins = int((dpo_loss(*pair_logprobs(policy, *batch).T, *pair_logprobs(reference, *batch).T, 1.0)[1] > 0).sum())
+    batch, n = encode_pairs(tokenizer, held_out, random.Random(0), device), len(held_out)
+    _, margin = dpo_loss(*pair_logprobs(policy, *batch).T, *pair_logprobs(reference, *batch).T, config.beta)
+    wins = int((margin > 0).sum())
     print(f"---\naccuracy_before: {accuracy_before}\naccuracy_after: {evaluate(policy, tokenizer, held_out, config)}")
     print(f"pair_accuracy: {wins / n:.3f} ({wins}/{n})")
     print(f"seconds: {time.perf_counter() - started:.0f}\npeak_gb: {peak_gb():.2f}")

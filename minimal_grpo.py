@@ -11,6 +11,7 @@ reward model, vLLM rollouts, distributed training.
 Run: uv run minimal_grpo.py
 Glossary: B prompts, G completions per prompt, N = B*G rows, P prompt length, T completion length, V vocabulary.
 """
+
 import inspect
 import os
 import random
@@ -25,6 +26,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.hf_argparser import HfArg, HfArgumentParser
+
 
 # ---- 1. Config -------------------------------------------------------------------------------------------------------
 @dataclass
@@ -45,13 +47,15 @@ class Config:
     beta: float = HfArg(default=0.04, help="weight of the KL penalty; 0: no reference is loaded")
     scale_by_std: bool = HfArg(default=True, help="divide advantages by the group's standard deviation")
 
-LOWEST = {"steps": 1, "batch_size": 1, "group_size": 2, "max_new_tokens": 1, "inner_epochs": 1}  # of other numbers: 0
+RANGES = {"steps": (1, 10**9), "batch_size": (1, 80), "group_size": (2, 10**9), "max_new_tokens": (1, 10**9),
+          "inner_epochs": (1, 10**9)}
 
 def check(config: Config) -> None:
     """Raises ValueError, before any work, that names a flag out of range or a --save that cannot be written."""
     for flag, value in vars(config).items():
-        if isinstance(value, (int, float)) and not LOWEST.get(flag, 0) <= value < float("inf"):
-            raise ValueError(f"--{flag} {value}: must be a number from {LOWEST.get(flag, 0)}")
+        low, high = RANGES.get(flag, (0, 10**9))
+        if isinstance(value, (int, float)) and not low <= value <= high:  # not true of nan either
+            raise ValueError(f"--{flag} {value}: must be from {low} to {high}")
     target = Path(config.save).absolute()
     parent = next(folder for folder in target.parents if folder.exists())
     foreign = target.is_file() or any(target.glob("*")) and not (target / "config.json").exists()
@@ -77,7 +81,7 @@ def reward(completion: str, answer: str) -> float:
 def load(name, device):
     """Model (float32, eval mode) and tokenizer. Raises ValueError if one of them cannot be had."""
     try:
-        device = torch.accelerator.current_accelerator(True) or "cpu" if device == "auto" else device
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu" if device == "auto" else device
         tokenizer = AutoTokenizer.from_pretrained(name)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         # A bf16 checkpoint would stay bf16, whose 8 bits round an update of 5e-6 to a weight of 0.02 away: ten SFT
@@ -87,8 +91,7 @@ def load(name, device):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
         return model.to(device).eval(), tokenizer
     except Exception as error:  # hub, files, JSON, safetensors, device: each raises a kind of its own
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {reason}") from error
+        raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {error}") from error
 
 def save(model, tokenizer, folder):
     """Write FOLDER.partial, then let it take FOLDER's place: at every moment one of the two is whole."""
@@ -121,12 +124,12 @@ def pad(rows, pad_id, side):
 
 def show_row(tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask):
     """Print the first row token by token, each behind its loss mask."""
-    row = [(0, i) for i in prompt_ids[0]] + [*zip(completion_mask[0].tolist(), completion_ids[0])]
+    row = [(0, i) for i in prompt_ids[0].tolist()] + [*zip(completion_mask[0].tolist(), completion_ids[0].tolist())]
     print("one row as loss mask and token:", *(f"{m} {tokenizer.decode(i)!r}" for m, i in row), sep="  ")
 
 # ---- 5. Sampling -----------------------------------------------------------------------------------------------------
 def forward(model, ids, mask, cache, keep=0):
-    """Logits of the last `keep` ids (0: of all). ids (rows, L) end the mask (rows, seen + L); the cache saw the rest."""
+    """Logits of the last `keep` ids, 0 for all. ids (rows, L) end the mask (rows, seen + L); the cache saw the rest."""
     if model.training:  # dropout would change the probabilities, and gradient checkpointing drops the cache
         logits = forward(model.eval(), ids, mask, cache, keep)
         model.train()
@@ -167,9 +170,8 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids
             break
     if not finite:
         raise RuntimeError("the logits are not finite: broken weights in --model, or --lr too high")
-    completion_mask = mask[:, prompt_ids.shape[1]:]
-    longest = int(completion_mask.sum(1).max())
-    return ids[:, :longest], completion_mask[:, :longest]
+    mask = mask[:, prompt_ids.shape[1]:]
+    return ids[:, mask.any(0)], mask[:, mask.any(0)]  # no column beyond the longest row
 
 # ---- 6. Log-probabilities --------------------------------------------------------------------------------------------
 def completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
@@ -189,7 +191,7 @@ def masked_mean(x, mask):
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 def group_advantages(rewards, scale_by_std=True):
-    """(B, G) -> (B, G): (r - mean) / (std + 1e-6), section 4.1.2 of the paper, or r - mean."""
+    """(B, G) -> (B, G): (r - mean) / (std + 1e-6), section 4.1.2 of the GRPO paper, or r - mean."""
     scale = rewards.std(1, correction=0, keepdim=True) + 1e-6 if scale_by_std else 1
     # A flat group teaches nothing, to the last bit: the mean of equal floats can differ from them by rounding.
     flat = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
@@ -202,17 +204,18 @@ def clipped_surrogate(logprobs, old_logprobs, advantages, clip):
     return -torch.minimum(unclipped, clipped), (clipped < unclipped).float()
 
 def kl_to_reference(logprobs, ref_logprobs):
-    """Per-token estimate of KL(policy, reference), (N, T), never negative: k3 = exp(d) - 1 - d, eq. 4."""
-    # Not k1 = -d: its gradient does not depend on the reference. Beyond the bound, which keeps exp finite, it is 0.
+    """Per-token estimate of KL(policy, reference), (N, T), never negative: exp(d) - 1 - d, eq. 4 of the GRPO paper."""
+    # Not -d, the plain log-ratio: its gradient does not depend on the reference. Beyond the bound, where exp would
+    # soon overflow, the gradient is 0.
     d = (ref_logprobs - logprobs).clamp(max=20)
     return torch.expm1(d) - d
 
 # ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
 def evaluate(model, tokenizer, problems, config) -> str:
     """Share of problems that the greedy completion solves, and its count, as "0.250 (5/20)". Draws no random number."""
-    solved, size, pad_id = 0, config.batch_size, tokenizer.pad_token_id
-    for i in tqdm(range(0, len(problems), size), desc="evaluate", leave=False):
-        questions, answers = zip(*problems[i:i + size])
+    solved, pad_id = 0, tokenizer.pad_token_id
+    for i in tqdm(range(0, len(problems), config.batch_size), desc="evaluate", leave=False):
+        questions, answers = zip(*problems[i:i + config.batch_size])
         prompts = [x.to(model.device) for x in pad([encode_prompt(tokenizer, q) for q in questions], pad_id, "left")]
         ids, _ = sample(model, *prompts, 1, config.max_new_tokens, stop_ids(model, tokenizer), pad_id, greedy=True)
         solved += int(sum(map(reward, tokenizer.batch_decode(ids, skip_special_tokens=True), answers)))
@@ -229,16 +232,14 @@ def peak_gb() -> float:
 def main(config: Config) -> None:
     check(config)
     started, rng, G, (train, held_out) = time.perf_counter(), random.Random(config.seed), config.group_size, toy_data()
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on CUDA only: 8 times finer than bf16, weights stay float32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA alone: products 8 times finer than bf16, weights float32
     policy, tokenizer = load(config.model, config.device)
     reference = load(config.model, policy.device)[0].requires_grad_(False) if config.beta > 0 else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
     device, stops, pad_id = policy.device, stop_ids(policy, tokenizer), tokenizer.pad_token_id
-    print(f"script: {Path(__file__).name}\nmodel: {config.model}\nparameters: {policy.num_parameters():,}\n"
-          f"device: {device}\nprecision: {policy.dtype}{', TF32 products' if device.type == 'cuda' else ''}")
+    print(f"{Path(__file__).name}: {config.model}, {policy.num_parameters():,} parameters, {device}, {policy.dtype}")
     accuracy_before = evaluate(policy, tokenizer, held_out, config)
     torch.manual_seed(config.seed)
-    earned = 0.0
     try:
         for step in range(1, config.steps + 1):
             step_started = time.perf_counter()
@@ -261,8 +262,8 @@ def main(config: Config) -> None:
             # 9.4 Update
             for epoch in range(config.inner_epochs):
                 logprobs = token_logprobs(policy, *prompts, ids, mask)
-                # The first epoch's are those of the sampler: the ratio is exactly 1 there, and the clip cannot fire.
-                old_logprobs = logprobs.detach() if epoch == 0 else old_logprobs
+                if epoch == 0:  # the sampler's own: the ratio is exactly 1 here, and the clip cannot fire
+                    old_logprobs = logprobs.detach()
                 surrogate, clipped = clipped_surrogate(logprobs, old_logprobs, advantages, config.clip)
                 kl = kl_to_reference(logprobs, ref_logprobs) if reference else torch.zeros_like(logprobs)
                 # The mean over all tokens of the batch. The paper takes it per completion first, which favours short
@@ -279,9 +280,8 @@ def main(config: Config) -> None:
                   f"clip {masked_mean(clipped, mask):.3f}  {time.perf_counter() - step_started:.1f} s", flush=True)
             if step % 5 == 0:
                 print(f"  {questions[0]} {texts[0]!r} reward {rewards[0]:.0f}")
-            earned += rewards.sum().item()
-            if step == 3 and earned == 0:
-                print("no reward in 3 steps, nothing to learn: minimal_sft.py --steps 8 --save out/sft, then --model out/sft")
+            if not rewards.any():
+                print("  no reward, nothing learned. If it stays so: minimal_sft.py --steps 8 --save X, then --model X")
     except KeyboardInterrupt:
         print("interrupted: no more training")
     finally:  # also after an error: what was trained is kept

@@ -4,14 +4,16 @@
                                            + (V - R)^2 / 2  for the critic
     ratio = p(token) / p_old(token),  A = GAE(r, V),  R = A + V, the return that V is to predict
 
-Schulman et al. 2017 (arXiv:1707.06347), eq. 7; GAE is arXiv:1506.02438, eq. 16. Against minimal_grpo.py: one completion per
-prompt, and a critic, a second transformer, in the place of the group mean. Left out, each named where it would go: a
-trained reward model, a critic initialised from it, a KL penalty inside the reward, advantage whitening, vLLM rollouts,
+Schulman et al. 2017 (arXiv:1707.06347), eq. 7; GAE is arXiv:1506.02438, eq. 16. Against minimal_grpo.py: one completion
+per prompt, and a critic, a second transformer, in the place of the group mean. Left out, each named where it would go:
+a trained reward model, a critic that starts from it, a KL penalty in the reward, advantage whitening, vLLM rollouts,
 distributed training.
 
 Run: uv run minimal_ppo.py
-Glossary: B prompts, G completions per prompt (here 1), N = B*G rows, P prompt length, T completion length, V vocabulary.
+Glossary: B prompts, G completions per prompt (1 here), N = B*G rows, P prompt length, T completion length, V vocabulary
+(in the loss: the critic's value).
 """
+
 import inspect
 import os
 import random
@@ -26,6 +28,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.hf_argparser import HfArg, HfArgumentParser
+
 
 # ---- 1. Config -------------------------------------------------------------------------------------------------------
 @dataclass
@@ -47,13 +50,14 @@ class Config:
     gamma: float = HfArg(default=1.0, help="discount per token; 1: an early token counts as much as the last")
     lam: float = HfArg(default=0.95, help="GAE's lambda; 1: Monte Carlo, unbiased; 0: one step, trusts the critic")
 
-LOWEST = {"steps": 1, "batch_size": 1, "max_new_tokens": 1, "inner_epochs": 1}  # of other numbers: 0
+RANGES = {"steps": (1, 10**9), "batch_size": (1, 80), "max_new_tokens": (1, 10**9), "inner_epochs": (1, 10**9)}
 
 def check(config: Config) -> None:
     """Raises ValueError, before any work, that names a flag out of range or a --save that cannot be written."""
     for flag, value in vars(config).items():
-        if isinstance(value, (int, float)) and not LOWEST.get(flag, 0) <= value < float("inf"):
-            raise ValueError(f"--{flag} {value}: must be a number from {LOWEST.get(flag, 0)}")
+        low, high = RANGES.get(flag, (0, 10**9))
+        if isinstance(value, (int, float)) and not low <= value <= high:  # not true of nan either
+            raise ValueError(f"--{flag} {value}: must be from {low} to {high}")
     target = Path(config.save).absolute()
     parent = next(folder for folder in target.parents if folder.exists())
     foreign = target.is_file() or any(target.glob("*")) and not (target / "config.json").exists()
@@ -79,7 +83,7 @@ def reward(completion: str, answer: str) -> float:
 def load(name, device):
     """Model (float32, eval mode) and tokenizer. Raises ValueError if one of them cannot be had."""
     try:
-        device = torch.accelerator.current_accelerator(True) or "cpu" if device == "auto" else device
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu" if device == "auto" else device
         tokenizer = AutoTokenizer.from_pretrained(name)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         # A bf16 checkpoint would stay bf16, whose 8 bits round an update of 5e-6 to a weight of 0.02 away: ten SFT
@@ -89,8 +93,7 @@ def load(name, device):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
         return model.to(device).eval(), tokenizer
     except Exception as error:  # hub, files, JSON, safetensors, device: each raises a kind of its own
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {reason}") from error
+        raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {error}") from error
 
 def save(model, tokenizer, folder):
     """Write FOLDER.partial, then let it take FOLDER's place: at every moment one of the two is whole."""
@@ -123,12 +126,12 @@ def pad(rows, pad_id, side):
 
 def show_row(tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask):
     """Print the first row token by token, each behind its loss mask."""
-    row = [(0, i) for i in prompt_ids[0]] + [*zip(completion_mask[0].tolist(), completion_ids[0])]
+    row = [(0, i) for i in prompt_ids[0].tolist()] + [*zip(completion_mask[0].tolist(), completion_ids[0].tolist())]
     print("one row as loss mask and token:", *(f"{m} {tokenizer.decode(i)!r}" for m, i in row), sep="  ")
 
 # ---- 5. Sampling -----------------------------------------------------------------------------------------------------
 def forward(model, ids, mask, cache, keep=0):
-    """Logits of the last `keep` ids (0: of all). ids (rows, L) end the mask (rows, seen + L); the cache saw the rest."""
+    """Logits of the last `keep` ids, 0 for all. ids (rows, L) end the mask (rows, seen + L); the cache saw the rest."""
     if model.training:  # dropout would change the probabilities, and gradient checkpointing drops the cache
         logits = forward(model.eval(), ids, mask, cache, keep)
         model.train()
@@ -169,9 +172,8 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids
             break
     if not finite:
         raise RuntimeError("the logits are not finite: broken weights in --model, or --lr too high")
-    completion_mask = mask[:, prompt_ids.shape[1]:]
-    longest = int(completion_mask.sum(1).max())
-    return ids[:, :longest], completion_mask[:, :longest]
+    mask = mask[:, prompt_ids.shape[1]:]
+    return ids[:, mask.any(0)], mask[:, mask.any(0)]  # no column beyond the longest row
 
 # ---- 6. Log-probabilities --------------------------------------------------------------------------------------------
 def completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
@@ -201,8 +203,9 @@ def clipped_surrogate(logprobs, old_logprobs, advantages, clip):
     return -torch.minimum(unclipped, clipped), (clipped < unclipped).float()
 
 def kl_to_reference(logprobs, ref_logprobs):
-    """Per-token estimate of KL(policy, reference), (N, T), never negative: k3 = exp(d) - 1 - d, eq. 4."""
-    # Not k1 = -d: its gradient does not depend on the reference. Beyond the bound, which keeps exp finite, it is 0.
+    """Per-token estimate of KL(policy, reference), (N, T), never negative: exp(d) - 1 - d, eq. 4 of the GRPO paper."""
+    # Not -d, the plain log-ratio: its gradient does not depend on the reference. Beyond the bound, where exp would
+    # soon overflow, the gradient is 0.
     d = (ref_logprobs - logprobs).clamp(max=20)
     return torch.expm1(d) - d
 
@@ -221,9 +224,9 @@ def gae(rewards, values, mask, gamma, lam):
 # ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
 def evaluate(model, tokenizer, problems, config) -> str:
     """Share of problems that the greedy completion solves, and its count, as "0.250 (5/20)". Draws no random number."""
-    solved, size, pad_id = 0, config.batch_size, tokenizer.pad_token_id
-    for i in tqdm(range(0, len(problems), size), desc="evaluate", leave=False):
-        questions, answers = zip(*problems[i:i + size])
+    solved, pad_id = 0, tokenizer.pad_token_id
+    for i in tqdm(range(0, len(problems), config.batch_size), desc="evaluate", leave=False):
+        questions, answers = zip(*problems[i:i + config.batch_size])
         prompts = [x.to(model.device) for x in pad([encode_prompt(tokenizer, q) for q in questions], pad_id, "left")]
         ids, _ = sample(model, *prompts, 1, config.max_new_tokens, stop_ids(model, tokenizer), pad_id, greedy=True)
         solved += int(sum(map(reward, tokenizer.batch_decode(ids, skip_special_tokens=True), answers)))
@@ -240,7 +243,7 @@ def peak_gb() -> float:
 def main(config: Config) -> None:
     check(config)
     started, rng, (train, held_out) = time.perf_counter(), random.Random(config.seed), toy_data()
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on CUDA only: 8 times finer than bf16, weights stay float32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA alone: products 8 times finer than bf16, weights float32
     policy, tokenizer = load(config.model, config.device)
     reference = load(config.model, policy.device)[0].requires_grad_(False) if config.beta > 0 else None
     critic = load(config.model, policy.device)[0]  # the reward model, where there is one, is a better start
@@ -249,11 +252,9 @@ def main(config: Config) -> None:
     groups = [{"params": policy.parameters()}, {"params": critic.parameters(), "lr": config.critic_lr}]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=0.0, fused=True)
     device, stops, pad_id = policy.device, stop_ids(policy, tokenizer), tokenizer.pad_token_id
-    print(f"script: {Path(__file__).name}\nmodel: {config.model}\nparameters: {policy.num_parameters():,}\n"
-          f"device: {device}\nprecision: {policy.dtype}{', TF32 products' if device.type == 'cuda' else ''}")
+    print(f"{Path(__file__).name}: {config.model}, {policy.num_parameters():,} parameters, {device}, {policy.dtype}")
     accuracy_before = evaluate(policy, tokenizer, held_out, config)
     torch.manual_seed(config.seed)
-    earned = 0.0
     try:
         for step in range(1, config.steps + 1):
             step_started = time.perf_counter()
@@ -267,7 +268,7 @@ def main(config: Config) -> None:
             if step == 1:
                 show_row(tokenizer, *prompts, ids, mask)
 
-            # 9.3 Reward. InstructGPT subtracts beta * KL here, token by token; this script adds it to the loss, as GRPO.
+            # 9.3 Reward. InstructGPT subtracts beta * KL here, token by token; here the loss has it, as in GRPO.
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
             rewards = torch.tensor([*map(reward, texts, answers)], device=device)  # (N,)
             ref_logprobs = token_logprobs(reference, *prompts, ids, mask) if reference else None
@@ -276,7 +277,7 @@ def main(config: Config) -> None:
             for epoch in range(config.inner_epochs):
                 logprobs = token_logprobs(policy, *prompts, ids, mask)
                 values = token_values(critic, *prompts, ids, mask)
-                if epoch == 0:  # log-probabilities of the sampler: the ratio is exactly 1 here, and the clip cannot fire
+                if epoch == 0:  # the sampler's own: the ratio is exactly 1 here, and the clip cannot fire
                     old_logprobs = logprobs.detach()
                     advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)  # whitening would follow
                 surrogate, clipped = clipped_surrogate(logprobs, old_logprobs, advantages, config.clip)
@@ -296,9 +297,8 @@ def main(config: Config) -> None:
                   f"value_loss {value_loss:.4f}  {time.perf_counter() - step_started:.1f} s", flush=True)
             if step % 5 == 0:
                 print(f"  {questions[0]} {texts[0]!r} reward {rewards[0]:.0f}")
-            earned += rewards.sum().item()
-            if step == 3 and earned == 0:
-                print("no reward in 3 steps, nothing to learn: minimal_sft.py --steps 8 --save out/sft, then --model out/sft")
+            if not rewards.any():
+                print("  no reward, nothing learned. If it stays so: minimal_sft.py --steps 8 --save X, then --model X")
     except KeyboardInterrupt:
         print("interrupted: no more training")
     finally:  # also after an error: what was trained is kept

@@ -2,13 +2,15 @@
 
     loss = mean over completion tokens of  -log p(token | prompt, earlier tokens)
 
-Supervised fine-tuning is the first step of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155). The prompt is read but not
-learned: the mask leaves only the answer and its stop token in the loss. minimal_dpo.py adds a second answer, a worse one,
+Supervised fine-tuning is the first step of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155). The prompt is read but
+not learned: the mask leaves only the answer and its stop token in the loss. minimal_dpo.py adds a second, worse answer
 and a frozen reference. Left out: packing several examples into a row, distributed training.
 
 Run: uv run minimal_sft.py
-Glossary: B prompts, G completions per prompt (here 1), N = B*G rows, P prompt length, T completion length, V vocabulary.
+Glossary: B prompts, G completions per prompt (1 here), N = B*G rows, P prompt length, T completion length,
+V vocabulary.
 """
+
 import inspect
 import os
 import random
@@ -24,6 +26,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.hf_argparser import HfArg, HfArgumentParser
 
+
 # ---- 1. Config -------------------------------------------------------------------------------------------------------
 @dataclass
 class Config:
@@ -38,13 +41,14 @@ class Config:
     # evaluation
     max_new_tokens: int = HfArg(default=12, help="longest completion in tokens; a bare answer takes about 9")
 
-LOWEST = {"steps": 1, "batch_size": 1, "max_new_tokens": 1}  # of other numbers: 0
+RANGES = {"steps": (1, 10**9), "batch_size": (1, 80), "max_new_tokens": (1, 10**9)}
 
 def check(config: Config) -> None:
     """Raises ValueError, before any work, that names a flag out of range or a --save that cannot be written."""
     for flag, value in vars(config).items():
-        if isinstance(value, (int, float)) and not LOWEST.get(flag, 0) <= value < float("inf"):
-            raise ValueError(f"--{flag} {value}: must be a number from {LOWEST.get(flag, 0)}")
+        low, high = RANGES.get(flag, (0, 10**9))
+        if isinstance(value, (int, float)) and not low <= value <= high:  # not true of nan either
+            raise ValueError(f"--{flag} {value}: must be from {low} to {high}")
     target = Path(config.save).absolute()
     parent = next(folder for folder in target.parents if folder.exists())
     foreign = target.is_file() or any(target.glob("*")) and not (target / "config.json").exists()
@@ -70,7 +74,7 @@ def reward(completion: str, answer: str) -> float:
 def load(name, device):
     """Model (float32, eval mode) and tokenizer. Raises ValueError if one of them cannot be had."""
     try:
-        device = torch.accelerator.current_accelerator(True) or "cpu" if device == "auto" else device
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu" if device == "auto" else device
         tokenizer = AutoTokenizer.from_pretrained(name)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         # A bf16 checkpoint would stay bf16, whose 8 bits round an update of 5e-6 to a weight of 0.02 away: ten SFT
@@ -80,8 +84,7 @@ def load(name, device):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
         return model.to(device).eval(), tokenizer
     except Exception as error:  # hub, files, JSON, safetensors, device: each raises a kind of its own
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {reason}") from error
+        raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {error}") from error
 
 def save(model, tokenizer, folder):
     """Write FOLDER.partial, then let it take FOLDER's place: at every moment one of the two is whole."""
@@ -118,12 +121,12 @@ def pad(rows, pad_id, side):
 
 def show_row(tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask):
     """Print the first row token by token, each behind its loss mask."""
-    row = [(0, i) for i in prompt_ids[0]] + [*zip(completion_mask[0].tolist(), completion_ids[0])]
+    row = [(0, i) for i in prompt_ids[0].tolist()] + [*zip(completion_mask[0].tolist(), completion_ids[0].tolist())]
     print("one row as loss mask and token:", *(f"{m} {tokenizer.decode(i)!r}" for m, i in row), sep="  ")
 
 # ---- 5. Sampling -----------------------------------------------------------------------------------------------------
 def forward(model, ids, mask, cache, keep=0):
-    """Logits of the last `keep` ids (0: of all). ids (rows, L) end the mask (rows, seen + L); the cache saw the rest."""
+    """Logits of the last `keep` ids, 0 for all. ids (rows, L) end the mask (rows, seen + L); the cache saw the rest."""
     if model.training:  # dropout would change the probabilities, and gradient checkpointing drops the cache
         logits = forward(model.eval(), ids, mask, cache, keep)
         model.train()
@@ -164,9 +167,8 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids
             break
     if not finite:
         raise RuntimeError("the logits are not finite: broken weights in --model, or --lr too high")
-    completion_mask = mask[:, prompt_ids.shape[1]:]
-    longest = int(completion_mask.sum(1).max())
-    return ids[:, :longest], completion_mask[:, :longest]
+    mask = mask[:, prompt_ids.shape[1]:]
+    return ids[:, mask.any(0)], mask[:, mask.any(0)]  # no column beyond the longest row
 
 # ---- 6. Log-probabilities --------------------------------------------------------------------------------------------
 def completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
@@ -188,9 +190,9 @@ def masked_mean(x, mask):
 # ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
 def evaluate(model, tokenizer, problems, config) -> str:
     """Share of problems that the greedy completion solves, and its count, as "0.250 (5/20)". Draws no random number."""
-    solved, size, pad_id = 0, config.batch_size, tokenizer.pad_token_id
-    for i in tqdm(range(0, len(problems), size), desc="evaluate", leave=False):
-        questions, answers = zip(*problems[i:i + size])
+    solved, pad_id = 0, tokenizer.pad_token_id
+    for i in tqdm(range(0, len(problems), config.batch_size), desc="evaluate", leave=False):
+        questions, answers = zip(*problems[i:i + config.batch_size])
         prompts = [x.to(model.device) for x in pad([encode_prompt(tokenizer, q) for q in questions], pad_id, "left")]
         ids, _ = sample(model, *prompts, 1, config.max_new_tokens, stop_ids(model, tokenizer), pad_id, greedy=True)
         solved += int(sum(map(reward, tokenizer.batch_decode(ids, skip_special_tokens=True), answers)))
@@ -207,12 +209,11 @@ def peak_gb() -> float:
 def main(config: Config) -> None:
     check(config)
     started, rng, (train, held_out) = time.perf_counter(), random.Random(config.seed), toy_data()
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # on CUDA only: 8 times finer than bf16, weights stay float32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA alone: products 8 times finer than bf16, weights float32
     policy, tokenizer = load(config.model, config.device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
     device, pad_id = policy.device, tokenizer.pad_token_id
-    print(f"script: {Path(__file__).name}\nmodel: {config.model}\nparameters: {policy.num_parameters():,}\n"
-          f"device: {device}\nprecision: {policy.dtype}{', TF32 products' if device.type == 'cuda' else ''}")
+    print(f"{Path(__file__).name}: {config.model}, {policy.num_parameters():,} parameters, {device}, {policy.dtype}")
     accuracy_before = evaluate(policy, tokenizer, held_out, config)
     try:
         for step in range(1, config.steps + 1):

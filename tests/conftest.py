@@ -54,19 +54,37 @@ def make_tokenizer(template=CHATML, pad="<|pad|>", eos="<|im_end|>", bos=None):
 
 
 def make_model(family="qwen2", eos=257, seed=0, vocab=260, spread=0.3):
-    """A random model with two layers, in eval mode. spread is the scale of its weights: 0.3 gives peaked distributions."""
+    """A random model with two layers, in eval mode. spread scales its weights: 0.3 gives peaked distributions."""
     torch.manual_seed(seed)
     if family == "qwen2":
         config = Qwen2Config(
-            vocab_size=vocab, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=512, initializer_range=spread, tie_word_embeddings=True,
-            eos_token_id=eos, bos_token_id=None, pad_token_id=None,
-        )  # fmt: skip
+            vocab_size=vocab,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            initializer_range=spread,
+            tie_word_embeddings=True,
+            eos_token_id=eos,
+            bos_token_id=None,
+            pad_token_id=None,
+        )
         return Qwen2ForCausalLM(config).eval()
     config = GPT2Config(
-        vocab_size=vocab, n_embd=32, n_layer=2, n_head=4, n_positions=512, initializer_range=spread, eos_token_id=eos,
-        bos_token_id=None, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5,
-    )  # fmt: skip
+        vocab_size=vocab,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=512,
+        initializer_range=spread,
+        eos_token_id=eos,
+        bos_token_id=None,
+        resid_pdrop=0.5,
+        embd_pdrop=0.5,
+        attn_pdrop=0.5,
+    )
     return GPT2LMHeadModel(config).eval()
 
 
@@ -98,17 +116,19 @@ def smollm2():
 
 
 def environment(**extra):
-    """The caller's environment, without network: a hub that cannot be reached answers at once."""
-    return os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONIOENCODING": "utf-8"} | extra
+    """The caller's environment without the hub, and with one thread: a tiny model gains nothing from more."""
+    return os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"} | extra
 
 
 def run(name, *flags, folder=None, check=True, **extra):
-    """Run a script with the flags; with `folder`, a lone copy of it from there. The finished process, output as text."""
+    """Run a script with the flags; with `folder`, a lone copy of it from there. The finished process."""
     path = ROOT / f"{name}.py"
     if folder is not None:
         path = shutil.copy(path, folder)
     command = [sys.executable, str(path), "--device", "cpu", *map(str, flags)]
-    done = subprocess.run(command, cwd=folder, env=environment(**extra), capture_output=True, text=True, encoding="utf-8")
+    done = subprocess.run(
+        command, cwd=folder, env=environment(**extra), capture_output=True, text=True, encoding="utf-8"
+    )
     assert not check or done.returncode == 0, done.stderr
     return done
 

@@ -24,7 +24,9 @@ def test_masked_mean_ignores_padding_and_empty_masks(script):
 @having("group_advantages")
 def test_group_advantages(script):
     assert script.group_advantages(tensor([[1.0, 1.0], [0.0, 0.0]])).tolist() == [[0, 0], [0, 0]]
-    close(script.group_advantages(tensor([[1.0, 0.0], [0.0, 1.0]])), tensor([[1.0, -1.0], [-1.0, 1.0]]), rtol=0, atol=1e-5)
+    close(
+        script.group_advantages(tensor([[1.0, 0.0], [0.0, 1.0]])), tensor([[1.0, -1.0], [-1.0, 1.0]]), rtol=0, atol=1e-5
+    )
     # mean 0.25, population standard deviation sqrt(0.25 * 0.75) = 0.4330: 0.75 / 0.4330 = sqrt(3)
     close(script.group_advantages(tensor([[1.0, 0, 0, 0]])), tensor([[3**0.5] + [-(3**-0.5)] * 3]), rtol=0, atol=1e-5)
     close(script.group_advantages(tensor([[1.0, 0, 0, 0]]), scale_by_std=False), tensor([[0.75, -0.25, -0.25, -0.25]]))
@@ -62,7 +64,9 @@ def test_no_gradient_where_the_clip_fires(script):
 def test_loss_is_the_mean_over_tokens_not_over_completions(script):
     mask = (torch.arange(30) < tensor([[10], [30]])).long()
     loss, _ = script.clipped_surrogate(torch.zeros(2, 30), torch.zeros(2, 30), tensor([[1.0], [-1.0]]), 0.2)
-    close(script.masked_mean(loss, mask), tensor(0.5))  # (30 - 10) / 40; per completion it would be 0, by 30 slots 0.333
+    close(
+        script.masked_mean(loss, mask), tensor(0.5)
+    )  # (30 - 10) / 40; per completion it would be 0, by 30 slots 0.333
 
 
 @having("clipped_surrogate")
@@ -82,7 +86,9 @@ def test_loss_prints_0_while_its_gradient_is_not(script):
 @having("kl_to_reference")
 def test_kl_estimate(script):
     policy = torch.zeros(1, 3)
-    close(script.kl_to_reference(policy, tensor([[-1.0, 0.0, 1.0]])), tensor([[0.36788, 0.0, 0.71828]]), atol=1e-5, rtol=0)
+    close(
+        script.kl_to_reference(policy, tensor([[-1.0, 0.0, 1.0]])), tensor([[0.36788, 0.0, 0.71828]]), atol=1e-5, rtol=0
+    )
     tiny = script.kl_to_reference(torch.zeros(1000), torch.linspace(-1e-4, 1e-4, 1000))
     assert (tiny >= 0).all() and tiny.max() == pytest.approx(5e-9, rel=1e-3)
     assert script.kl_to_reference(tensor([0.0, 0.0]), tensor([-1e4, 1e4])).isfinite().all()

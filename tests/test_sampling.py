@@ -68,8 +68,14 @@ def test_greedy_sampling_equals_generate(script, model):
     rows, (prompt_ids, prompt_mask) = prompts(script)
     ids, mask = script.sample(model, prompt_ids, prompt_mask, 1, 10, [257], 258, greedy=True)
     for i, row in enumerate(rows):
-        out = model.generate(torch.tensor([row]), attention_mask=torch.ones(1, len(row)), do_sample=False,
-                             max_new_tokens=10, eos_token_id=257, pad_token_id=258)  # fmt: skip
+        out = model.generate(
+            torch.tensor([row]),
+            attention_mask=torch.ones(1, len(row)),
+            do_sample=False,
+            max_new_tokens=10,
+            eos_token_id=257,
+            pad_token_id=258,
+        )
         assert ids[i][mask[i].bool()].tolist() == out[0, len(row) :].tolist()
 
 

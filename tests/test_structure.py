@@ -10,8 +10,17 @@ import tomllib
 import pytest
 from conftest import NAMES, ROOT
 
-SECTIONS = ["Config", "Data and reward", "Model", "Tokens and masks", "Sampling", "Log-probabilities", "Loss", "Evaluation",
-            "Training loop"]  # fmt: skip
+SECTIONS = [
+    "Config",
+    "Data and reward",
+    "Model",
+    "Tokens and masks",
+    "Sampling",
+    "Log-probabilities",
+    "Loss",
+    "Evaluation",
+    "Training loop",
+]
 # Definitions that may differ between scripts, and why.
 EXCEPTIONS = {
     "Config": "each script has its own knobs",
@@ -35,8 +44,14 @@ def code_lines(source):
     """Numbers of the lines that hold code: no blanks, comments or docstrings."""
     lines = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-                              tokenize.ENDMARKER):  # fmt: skip
+        if token.type not in (
+            tokenize.COMMENT,
+            tokenize.NL,
+            tokenize.NEWLINE,
+            tokenize.INDENT,
+            tokenize.DEDENT,
+            tokenize.ENDMARKER,
+        ):
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
@@ -53,7 +68,9 @@ def test_shared_functions_are_the_same_text_in_every_script():
         if function in EXCEPTIONS:
             continue
         assert len(set(texts.values())) == 1, f"{function} differs between {', '.join(texts)}"
-    assert {"sample", "token_logprobs", "load", "save", "pad", "evaluate"} <= {f for f, t in copies.items() if len(t) == 4}
+    assert {"sample", "token_logprobs", "load", "save", "pad", "evaluate"} <= {
+        f for f, t in copies.items() if len(t) == 4
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,19 +103,16 @@ def test_import_does_no_work(name):
         if isinstance(node, ast.If):
             assert ast.unparse(node.test) == "__name__ == '__main__'"
         else:
-            assert isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.Expr)), node
+            assert isinstance(
+                node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.Expr)
+            ), node
             assert not isinstance(node, ast.Expr) or isinstance(node.value, ast.Constant)
 
 
 def depth(node):
-    """Deepest nesting of blocks below a function's own body; an else-if chain counts once."""
-    deepest = 0
-    for field, value in ast.iter_fields(node):
-        for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST):
-                inner = depth(child)
-                deepest = max(deepest, inner)
-    return deepest + isinstance(node, (ast.For, ast.While, ast.If, ast.With, ast.Try))
+    """Deepest nesting of blocks in a function; elif counts as nested, as it is in the syntax tree."""
+    block = isinstance(node, (ast.For, ast.While, ast.If, ast.With, ast.Try))
+    return block + max((depth(child) for child in ast.iter_child_nodes(node)), default=0)
 
 
 @pytest.mark.parametrize("name", NAMES)

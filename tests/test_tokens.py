@@ -28,9 +28,8 @@ def test_stop_ids_without_any_eos(script):
 @having("encode_prompt")
 def test_prompt_is_the_scripts_system_line_question_and_opening(script, tokenizer):
     text = tokenizer.decode(script.encode_prompt(tokenizer, "What is 3 + 8?"))
-    assert text == (
-        f"<|im_start|>system\n{script.SYSTEM}<|im_end|>\n<|im_start|>user\nWhat is 3 + 8?<|im_end|>\n<|im_start|>assistant\n"
-    )
+    system = f"<|im_start|>system\n{script.SYSTEM}<|im_end|>\n"
+    assert text == system + "<|im_start|>user\nWhat is 3 + 8?<|im_end|>\n<|im_start|>assistant\n"
 
 
 @having("encode_prompt")
@@ -170,11 +169,10 @@ def test_load_makes_a_bf16_checkpoint_float32(script, tmp_path, family):
 
 
 @having("load")
-def test_load_of_something_unknown_names_the_flag_in_one_line(script, tmp_path):
+def test_load_of_something_unknown_names_the_flag(script, tmp_path):
     for folder in (tmp_path / "none", tmp_path):
-        with pytest.raises(ValueError, match="--model") as caught:
+        with pytest.raises(ValueError, match="--model"):
             script.load(str(folder), torch.device("cpu"))
-        assert "\n" not in str(caught.value)
 
 
 def test_update_of_1e_6_survives_in_float32_and_not_in_bf16():
