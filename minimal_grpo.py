@@ -1,15 +1,16 @@
 """GRPO: the model samples several answers to a question and moves towards those that beat their group's mean.
 
     loss = mean over completion tokens of  -min(ratio * A, clip(ratio, 1 - c, 1 + c) * A) + beta * KL(policy, reference)
-    ratio = p(token) / p_old(token),  A = (r - mean(r)) / std(r) over the G rewards of one prompt
+    ratio = p(token) / p_old(token),  advantage A = (r - mean(r)) / std(r) over the G rewards r of one prompt
 
-Shao et al. 2024 (arXiv:2402.03300), eq. 3 and 4. No answers to imitate, only a function that scores them. Against
-minimal_dpo.py it adds what learning from one's own samples takes: a reward, advantages, the clip, the KL penalty;
+Shao et al. 2024 (arXiv:2402.03300), eq. 3 and 4. No answers to imitate, only a function that scores them. To
+minimal_dpo.py it adds what learning from one's own samples takes: a reward, advantages, the clip (c), the KL penalty;
 minimal_ppo.py puts a learned critic in the place of the group mean. Left out, each named where it would go: a trained
 reward model, vLLM rollouts, distributed training.
 
 Run: uv run minimal_grpo.py
-Glossary: B prompts, G completions per prompt, N = B*G rows, P prompt length, T completion length, V vocabulary.
+Glossary: B prompts, G completions per prompt, N = B*G rows, P prompt length, T completion length, V vocabulary size;
+rollout: a batch of sampled completions; reference: a frozen copy of the starting model.
 """
 
 import inspect
@@ -37,13 +38,13 @@ class Config:
     save: str = HfArg(default="", help="folder for the trained model; empty: not saved")
     # rollout
     steps: int = HfArg(default=30, help="training steps, a rollout each")
-    batch_size: int = HfArg(default=8, help="prompts per step (B), up to 80; they help more than a larger group")
-    group_size: int = HfArg(default=4, help="completions per prompt (G), from 2: alone, one is its own mean")
+    batch_size: int = HfArg(default=8, help="prompts per step (B), up to 80; more prompts help more than larger groups")
+    group_size: int = HfArg(default=4, help="completions per prompt (G), at least 2: one alone equals its mean")
     max_new_tokens: int = HfArg(default=12, help="longest completion in tokens; a bare answer takes about 9")
     # update
     inner_epochs: int = HfArg(default=2, help="optimizer steps per rollout; with 1 the clip never fires")
     lr: float = HfArg(default=1e-5, help="AdamW step size")
-    clip: float = HfArg(default=0.2, help="a ratio beyond 1 +- clip earns nothing more")
+    clip: float = HfArg(default=0.2, help="a ratio pushed past 1 +- clip earns nothing more")
     beta: float = HfArg(default=0.04, help="weight of the KL penalty; 0: no reference is loaded")
     scale_by_std: bool = HfArg(default=True, help="divide advantages by the group's standard deviation")
 
@@ -54,13 +55,13 @@ def check(config: Config) -> None:
     """Raises ValueError, before any work, that names a flag out of range or a --save that cannot be written."""
     for flag, value in vars(config).items():
         low, high = RANGES.get(flag, (0, 10**9))
-        if isinstance(value, (int, float)) and not low <= value <= high:  # not true of nan either
+        if isinstance(value, (int, float)) and not low <= value <= high:  # nan fails too
             raise ValueError(f"--{flag} {value}: must be from {low} to {high}")
     target = Path(config.save).absolute()
-    parent = next(folder for folder in target.parents if folder.exists())
-    foreign = target.is_file() or any(target.glob("*")) and not (target / "config.json").exists()
-    if config.save and (foreign or not parent.is_dir() or not os.access(parent, os.W_OK)):
-        raise ValueError(f"--save {config.save}: not writable, or something else than a model folder is there")
+    nearest = next(path for path in (target, *target.parents) if path.exists())
+    foreign = nearest == target and any(target.glob("*")) and not (target / "config.json").exists()
+    if config.save and (foreign or not nearest.is_dir() or not os.access(nearest, os.W_OK)):
+        raise ValueError(f"--save {config.save}: not writable, or there already and no model folder")
 
 # ---- 2. Data and reward ----------------------------------------------------------------------------------------------
 SYSTEM = "Reply with <answer>sum</answer>."
@@ -73,7 +74,7 @@ def toy_data() -> tuple[list, list]:
 
 def reward(completion: str, answer: str) -> float:
     """1.0 if the last closed <answer>...</answer> holds the answer, else 0.0. A trained reward model would go here."""
-    # Never of prompt + completion: the system line has tags too, and what stands in them would score.
+    # The completion alone, never prompt + completion: numbers and tags of a prompt would score.
     found = re.findall(r"<answer>((?:(?!</?answer>).)*)</answer>", completion, re.DOTALL)
     return float(bool(found) and found[-1].strip() == answer != "")
 
@@ -81,20 +82,21 @@ def reward(completion: str, answer: str) -> float:
 def load(name, device):
     """Model (float32, eval mode) and tokenizer. Raises ValueError if one of them cannot be had."""
     try:
-        device = torch.accelerator.current_accelerator(check_available=True) or "cpu" if device == "auto" else device
+        if device == "auto":
+            device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         tokenizer = AutoTokenizer.from_pretrained(name)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        # A bf16 checkpoint would stay bf16, whose 8 bits round an update of 5e-6 to a weight of 0.02 away: ten SFT
-        # steps left the loss of a 135M model at 1.9, against 0.1 in float32.
         # sdpa on MPS has returned NaN for rows that are all padding (pytorch issue 167515).
         attention = "eager" if torch.device(device).type == "mps" else "sdpa"
+        # bf16 would round an update of 5e-6 to a weight of 0.02 away: ten SFT steps left a 135M model's loss at 1.9,
+        # against 0.1 in float32. Without dtype, a bf16 checkpoint stays bf16.
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
         return model.to(device).eval(), tokenizer
     except Exception as error:  # hub, files, JSON, safetensors, device: each raises a kind of its own
         raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {error}") from error
 
 def save(model, tokenizer, folder):
-    """Write FOLDER.partial, then let it take FOLDER's place: at every moment one of the two is whole."""
+    """Write FOLDER.partial, then let it take FOLDER's place: an older FOLDER goes only when the new one is whole."""
     partial = Path(f"{Path(folder)}.partial")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
@@ -109,10 +111,10 @@ def stop_ids(model, tokenizer) -> list[int]:
     return [i for i in dict.fromkeys(ids) if i is not None]
 
 def encode_prompt(tokenizer, question: str) -> list[int]:
-    """Ids of system line, question and the opening of the answer; plain text where there is no chat template."""
+    """Ids of system line, question and the assistant's header; plain text where there is no chat template."""
     if tokenizer.chat_template is None:
         return tokenizer(f"{SYSTEM}\n{question}\n").input_ids
-    # Some templates print today's date. The macro takes that function's place: the same ids on every day.
+    # Some templates print today's date. The macro hides their function for it: the same ids on every day.
     template = "{% macro strftime_now(format) %}1 January 2025{% endmacro %}" + tokenizer.get_chat_template()
     chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     return tokenizer.apply_chat_template(chat, chat_template=template, add_generation_prompt=True, return_dict=False)
@@ -129,7 +131,7 @@ def show_row(tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask
 
 # ---- 5. Sampling -----------------------------------------------------------------------------------------------------
 def forward(model, ids, mask, cache, keep=0):
-    """Logits of the last `keep` ids, 0 for all. ids (rows, L) end the mask (rows, seen + L); the cache saw the rest."""
+    """Logits of the last `keep` ids (0: all). mask (rows, seen + L) covers the cached tokens, then ids (rows, L)."""
     if model.training:  # dropout would change the probabilities, and gradient checkpointing drops the cache
         logits = forward(model.eval(), ids, mask, cache, keep)
         model.train()
@@ -154,10 +156,10 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids
     T is the longest row, at most max_new_tokens. Raises RuntimeError if the logits are not finite.
     """
     logits, mask, cache = read_prompts(model, prompt_ids, prompt_mask, num_samples)
-    ids, done, finite = mask[:, :0], mask[:, 0] < 0, mask[0, 0] >= 0  # (N, 0) ids; no row is done; all is finite
+    ids, done, finite = mask[:, :0], torch.zeros_like(mask[:, 0], dtype=torch.bool), True  # no ids, no row done
     for t in range(max_new_tokens):
         logits = forward(model, ids[:, -1:], mask, cache) if t else logits
-        finite = finite & logits.amax().isfinite()
+        finite = logits.amax().isfinite() & finite
         probs = torch.softmax(logits[:, -1].float().nan_to_num(), -1)  # (N, V); a NaN in multinomial would abort CUDA
         # multinomial on MPS has returned ids of probability 0: the CPU draws for it.
         draw = probs.argmax(-1) if greedy else torch.multinomial(probs.cpu() if mask.is_mps else probs, 1)[:, 0]
@@ -165,13 +167,13 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids
         ids = torch.cat([ids, token[:, None]], 1)
         mask = torch.cat([mask, (~done).long()[:, None]], 1)  # the stop token itself belongs to its row
         done = done | torch.isin(token, torch.tensor(stop_ids, device=mask.device))
-        # To read a flag is to wait for the accelerator: every 16 tokens, and the rest is trimmed.
+        # Reading a flag makes the host wait for the accelerator: every 16 tokens, and surplus columns go below.
         if (mask.is_cpu or t % 16 == 0) and (done.all() or not finite):
             break
     if not finite:
         raise RuntimeError("the logits are not finite: broken weights in --model, or --lr too high")
     mask = mask[:, prompt_ids.shape[1]:]
-    return ids[:, mask.any(0)], mask[:, mask.any(0)]  # no column beyond the longest row
+    return ids[:, mask.any(0)], mask[:, mask.any(0)]  # (N, T)
 
 # ---- 6. Log-probabilities --------------------------------------------------------------------------------------------
 def completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
@@ -191,22 +193,22 @@ def masked_mean(x, mask):
     return (x * mask).sum() / mask.sum().clamp(min=1)
 
 def group_advantages(rewards, scale_by_std=True):
-    """(B, G) -> (B, G): (r - mean) / (std + 1e-6), section 4.1.2 of the GRPO paper, or r - mean."""
+    """(B, G) -> (B, G): (r - mean) / std, section 4.1.2 of the GRPO paper (the 1e-6 is ours), or r - mean."""
     scale = rewards.std(1, correction=0, keepdim=True) + 1e-6 if scale_by_std else 1
     # A flat group teaches nothing, to the last bit: the mean of equal floats can differ from them by rounding.
     flat = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
     return ((rewards - rewards.mean(1, keepdim=True)) / scale).masked_fill(flat, 0)
 
 def clipped_surrogate(logprobs, old_logprobs, advantages, clip):
-    """Per-token loss (N, T), eq. 7 of the PPO paper (arXiv:1707.06347) negated, and 1.0 where the clip lowers it."""
+    """Per-token loss (N, T), eq. 7 of the PPO paper negated, and 1.0 where the clip lowers that objective."""
     ratio = (logprobs - old_logprobs).exp()
     unclipped, clipped = ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages
     return -torch.minimum(unclipped, clipped), (clipped < unclipped).float()
 
 def kl_to_reference(logprobs, ref_logprobs):
     """Per-token estimate of KL(policy, reference), (N, T), never negative: exp(d) - 1 - d, eq. 4 of the GRPO paper."""
-    # Not -d, the plain log-ratio: its gradient does not depend on the reference. Beyond the bound, where exp would
-    # soon overflow, the gradient is 0.
+    # Not -d, the plain log-ratio: its gradient does not depend on the reference. The bound keeps exp finite; beyond it
+    # the penalty has no gradient.
     d = (ref_logprobs - logprobs).clamp(max=20)
     return torch.expm1(d) - d
 
@@ -221,9 +223,9 @@ def evaluate(model, tokenizer, problems, config) -> str:
         solved += int(sum(map(reward, tokenizer.batch_decode(ids, skip_special_tokens=True), answers)))
     return f"{solved / len(problems):.3f} ({solved}/{len(problems)})"
 
-def peak_gb() -> float:
-    """Peak memory in 10^9 bytes: torch's count on CUDA, elsewhere the whole process (Windows keeps no such record)."""
-    if torch.cuda.is_available() or sys.platform == "win32":
+def peak_gb(device) -> float:
+    """Peak memory in 10^9 bytes: torch's count on CUDA, elsewhere the whole process (0 on Windows)."""
+    if device.type == "cuda" or sys.platform == "win32":
         return torch.cuda.max_memory_allocated() / 1e9
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
@@ -232,7 +234,7 @@ def peak_gb() -> float:
 def main(config: Config) -> None:
     check(config)
     started, rng, G, (train, held_out) = time.perf_counter(), random.Random(config.seed), config.group_size, toy_data()
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA alone: products 8 times finer than bf16, weights float32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA only: products 8 times finer than bf16, weights float32
     policy, tokenizer = load(config.model, config.device)
     reference = load(config.model, policy.device)[0].requires_grad_(False) if config.beta > 0 else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
@@ -257,15 +259,15 @@ def main(config: Config) -> None:
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
             rewards = torch.tensor([reward(text, answers[i // G]) for i, text in enumerate(texts)], device=device)
             advantages = group_advantages(rewards.view(-1, G), config.scale_by_std).view(-1, 1)  # (N, 1)
-            ref_logprobs = token_logprobs(reference, *prompts, ids, mask) if reference else None
+            ref_logprobs = token_logprobs(reference, *prompts, ids, mask) if config.beta > 0 else None
 
             # 9.4 Update
             for epoch in range(config.inner_epochs):
                 logprobs = token_logprobs(policy, *prompts, ids, mask)
-                if epoch == 0:  # the sampler's own: the ratio is exactly 1 here, and the clip cannot fire
+                if epoch == 0:  # the weights that sampled: the ratio is exactly 1 here, and the clip cannot fire
                     old_logprobs = logprobs.detach()
                 surrogate, clipped = clipped_surrogate(logprobs, old_logprobs, advantages, config.clip)
-                kl = kl_to_reference(logprobs, ref_logprobs) if reference else torch.zeros_like(logprobs)
+                kl = kl_to_reference(logprobs, ref_logprobs) if config.beta > 0 else torch.zeros_like(logprobs)
                 # The mean over all tokens of the batch. The paper takes it per completion first, which favours short
                 # right answers and long wrong ones; Dr. GRPO divides by a constant.
                 loss = masked_mean(surrogate + config.beta * kl, mask)
@@ -276,19 +278,19 @@ def main(config: Config) -> None:
 
             # 9.5 Print, of the last inner epoch
             print(f"step {step}/{config.steps}  loss {loss:z.4f}  reward {rewards.mean():.3f}  "
-                  f"length {mask.sum() / len(mask):.1f}  grad_norm {norm:.3f}  kl {masked_mean(kl, mask):.4f}  "
+                  f"length {mask.sum() / len(mask):.1f}  grad_norm {norm:.3f}  kl {masked_mean(kl, mask):z.4f}  "
                   f"clip {masked_mean(clipped, mask):.3f}  {time.perf_counter() - step_started:.1f} s", flush=True)
             if step % 5 == 0:
                 print(f"  {questions[0]} {texts[0]!r} reward {rewards[0]:.0f}")
             if not rewards.any():
-                print("  no reward, nothing learned. If it stays so: minimal_sft.py --steps 8 --save X, then --model X")
+                print("  no reward in this step. If it stays so: minimal_sft.py --steps 8 --save X, then --model X")
     except KeyboardInterrupt:
         print("interrupted: no more training")
     finally:  # also after an error: what was trained is kept
         if config.save:
             save(policy, tokenizer, config.save)
     print(f"---\naccuracy_before: {accuracy_before}\naccuracy_after: {evaluate(policy, tokenizer, held_out, config)}")
-    print(f"seconds: {time.perf_counter() - started:.0f}\npeak_gb: {peak_gb():.2f}")
+    print(f"seconds: {time.perf_counter() - started:.0f}\npeak_gb: {peak_gb(policy.device):.2f}")
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # a console that lacks a character must not end the run

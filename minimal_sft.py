@@ -7,8 +7,8 @@ not learned: the mask leaves only the answer and its stop token in the loss. min
 and a frozen reference. Left out: packing several examples into a row, distributed training.
 
 Run: uv run minimal_sft.py
-Glossary: B prompts, G completions per prompt (1 here), N = B*G rows, P prompt length, T completion length,
-V vocabulary.
+Glossary: B prompts, G completions per prompt (1 here), N = B*G rows, P prompt length, T completion length, V vocabulary
+size.
 """
 
 import inspect
@@ -47,13 +47,13 @@ def check(config: Config) -> None:
     """Raises ValueError, before any work, that names a flag out of range or a --save that cannot be written."""
     for flag, value in vars(config).items():
         low, high = RANGES.get(flag, (0, 10**9))
-        if isinstance(value, (int, float)) and not low <= value <= high:  # not true of nan either
+        if isinstance(value, (int, float)) and not low <= value <= high:  # nan fails too
             raise ValueError(f"--{flag} {value}: must be from {low} to {high}")
     target = Path(config.save).absolute()
-    parent = next(folder for folder in target.parents if folder.exists())
-    foreign = target.is_file() or any(target.glob("*")) and not (target / "config.json").exists()
-    if config.save and (foreign or not parent.is_dir() or not os.access(parent, os.W_OK)):
-        raise ValueError(f"--save {config.save}: not writable, or something else than a model folder is there")
+    nearest = next(path for path in (target, *target.parents) if path.exists())
+    foreign = nearest == target and any(target.glob("*")) and not (target / "config.json").exists()
+    if config.save and (foreign or not nearest.is_dir() or not os.access(nearest, os.W_OK)):
+        raise ValueError(f"--save {config.save}: not writable, or there already and no model folder")
 
 # ---- 2. Data and reward ----------------------------------------------------------------------------------------------
 SYSTEM = "Reply with <answer>sum</answer>."
@@ -66,7 +66,7 @@ def toy_data() -> tuple[list, list]:
 
 def reward(completion: str, answer: str) -> float:
     """1.0 if the last closed <answer>...</answer> holds the answer, else 0.0. A trained reward model would go here."""
-    # Never of prompt + completion: the system line has tags too, and what stands in them would score.
+    # The completion alone, never prompt + completion: numbers and tags of a prompt would score.
     found = re.findall(r"<answer>((?:(?!</?answer>).)*)</answer>", completion, re.DOTALL)
     return float(bool(found) and found[-1].strip() == answer != "")
 
@@ -74,20 +74,21 @@ def reward(completion: str, answer: str) -> float:
 def load(name, device):
     """Model (float32, eval mode) and tokenizer. Raises ValueError if one of them cannot be had."""
     try:
-        device = torch.accelerator.current_accelerator(check_available=True) or "cpu" if device == "auto" else device
+        if device == "auto":
+            device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
         tokenizer = AutoTokenizer.from_pretrained(name)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        # A bf16 checkpoint would stay bf16, whose 8 bits round an update of 5e-6 to a weight of 0.02 away: ten SFT
-        # steps left the loss of a 135M model at 1.9, against 0.1 in float32.
         # sdpa on MPS has returned NaN for rows that are all padding (pytorch issue 167515).
         attention = "eager" if torch.device(device).type == "mps" else "sdpa"
+        # bf16 would round an update of 5e-6 to a weight of 0.02 away: ten SFT steps left a 135M model's loss at 1.9,
+        # against 0.1 in float32. Without dtype, a bf16 checkpoint stays bf16.
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
         return model.to(device).eval(), tokenizer
     except Exception as error:  # hub, files, JSON, safetensors, device: each raises a kind of its own
         raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {error}") from error
 
 def save(model, tokenizer, folder):
-    """Write FOLDER.partial, then let it take FOLDER's place: at every moment one of the two is whole."""
+    """Write FOLDER.partial, then let it take FOLDER's place: an older FOLDER goes only when the new one is whole."""
     partial = Path(f"{Path(folder)}.partial")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
@@ -102,10 +103,10 @@ def stop_ids(model, tokenizer) -> list[int]:
     return [i for i in dict.fromkeys(ids) if i is not None]
 
 def encode_prompt(tokenizer, question: str) -> list[int]:
-    """Ids of system line, question and the opening of the answer; plain text where there is no chat template."""
+    """Ids of system line, question and the assistant's header; plain text where there is no chat template."""
     if tokenizer.chat_template is None:
         return tokenizer(f"{SYSTEM}\n{question}\n").input_ids
-    # Some templates print today's date. The macro takes that function's place: the same ids on every day.
+    # Some templates print today's date. The macro hides their function for it: the same ids on every day.
     template = "{% macro strftime_now(format) %}1 January 2025{% endmacro %}" + tokenizer.get_chat_template()
     chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     return tokenizer.apply_chat_template(chat, chat_template=template, add_generation_prompt=True, return_dict=False)
@@ -126,7 +127,7 @@ def show_row(tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask
 
 # ---- 5. Sampling -----------------------------------------------------------------------------------------------------
 def forward(model, ids, mask, cache, keep=0):
-    """Logits of the last `keep` ids, 0 for all. ids (rows, L) end the mask (rows, seen + L); the cache saw the rest."""
+    """Logits of the last `keep` ids (0: all). mask (rows, seen + L) covers the cached tokens, then ids (rows, L)."""
     if model.training:  # dropout would change the probabilities, and gradient checkpointing drops the cache
         logits = forward(model.eval(), ids, mask, cache, keep)
         model.train()
@@ -151,10 +152,10 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids
     T is the longest row, at most max_new_tokens. Raises RuntimeError if the logits are not finite.
     """
     logits, mask, cache = read_prompts(model, prompt_ids, prompt_mask, num_samples)
-    ids, done, finite = mask[:, :0], mask[:, 0] < 0, mask[0, 0] >= 0  # (N, 0) ids; no row is done; all is finite
+    ids, done, finite = mask[:, :0], torch.zeros_like(mask[:, 0], dtype=torch.bool), True  # no ids, no row done
     for t in range(max_new_tokens):
         logits = forward(model, ids[:, -1:], mask, cache) if t else logits
-        finite = finite & logits.amax().isfinite()
+        finite = logits.amax().isfinite() & finite
         probs = torch.softmax(logits[:, -1].float().nan_to_num(), -1)  # (N, V); a NaN in multinomial would abort CUDA
         # multinomial on MPS has returned ids of probability 0: the CPU draws for it.
         draw = probs.argmax(-1) if greedy else torch.multinomial(probs.cpu() if mask.is_mps else probs, 1)[:, 0]
@@ -162,13 +163,13 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids
         ids = torch.cat([ids, token[:, None]], 1)
         mask = torch.cat([mask, (~done).long()[:, None]], 1)  # the stop token itself belongs to its row
         done = done | torch.isin(token, torch.tensor(stop_ids, device=mask.device))
-        # To read a flag is to wait for the accelerator: every 16 tokens, and the rest is trimmed.
+        # Reading a flag makes the host wait for the accelerator: every 16 tokens, and surplus columns go below.
         if (mask.is_cpu or t % 16 == 0) and (done.all() or not finite):
             break
     if not finite:
         raise RuntimeError("the logits are not finite: broken weights in --model, or --lr too high")
     mask = mask[:, prompt_ids.shape[1]:]
-    return ids[:, mask.any(0)], mask[:, mask.any(0)]  # no column beyond the longest row
+    return ids[:, mask.any(0)], mask[:, mask.any(0)]  # (N, T)
 
 # ---- 6. Log-probabilities --------------------------------------------------------------------------------------------
 def completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
@@ -198,9 +199,9 @@ def evaluate(model, tokenizer, problems, config) -> str:
         solved += int(sum(map(reward, tokenizer.batch_decode(ids, skip_special_tokens=True), answers)))
     return f"{solved / len(problems):.3f} ({solved}/{len(problems)})"
 
-def peak_gb() -> float:
-    """Peak memory in 10^9 bytes: torch's count on CUDA, elsewhere the whole process (Windows keeps no such record)."""
-    if torch.cuda.is_available() or sys.platform == "win32":
+def peak_gb(device) -> float:
+    """Peak memory in 10^9 bytes: torch's count on CUDA, elsewhere the whole process (0 on Windows)."""
+    if device.type == "cuda" or sys.platform == "win32":
         return torch.cuda.max_memory_allocated() / 1e9
     import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
@@ -209,7 +210,7 @@ def peak_gb() -> float:
 def main(config: Config) -> None:
     check(config)
     started, rng, (train, held_out) = time.perf_counter(), random.Random(config.seed), toy_data()
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA alone: products 8 times finer than bf16, weights float32
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA only: products 8 times finer than bf16, weights float32
     policy, tokenizer = load(config.model, config.device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
     device, pad_id = policy.device, tokenizer.pad_token_id
@@ -243,7 +244,7 @@ def main(config: Config) -> None:
         if config.save:
             save(policy, tokenizer, config.save)
     print(f"---\naccuracy_before: {accuracy_before}\naccuracy_after: {evaluate(policy, tokenizer, held_out, config)}")
-    print(f"seconds: {time.perf_counter() - started:.0f}\npeak_gb: {peak_gb():.2f}")
+    print(f"seconds: {time.perf_counter() - started:.0f}\npeak_gb: {peak_gb(policy.device):.2f}")
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # a console that lacks a character must not end the run

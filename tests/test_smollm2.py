@@ -1,4 +1,4 @@
-"""The scripts train a real model, SmolLM2-135M-Instruct. SFT runs always (2 minutes on two cores), the others with `-m slow`."""
+"""The scripts train a real model, SmolLM2-135M-Instruct: SFT always (2 minutes on two cores), others with `-m slow`."""
 
 import re
 
