@@ -3,6 +3,7 @@
 import ast
 import io
 import re
+import subprocess
 import sys
 import tokenize
 import tomllib
@@ -134,6 +135,11 @@ def test_size(name):
     source, (code, lines) = SOURCES[name], SIZES[name]
     assert len(code_lines(source)) <= code and len(source.splitlines()) <= lines
     assert max(map(len, source.splitlines())) <= 120
+
+
+def test_ruff_finds_nothing():
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", ROOT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_runtime_packages_are_the_four():
