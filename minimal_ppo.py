@@ -60,7 +60,7 @@ def check(config: Config) -> None:
             raise ValueError(f"--{flag} {value}: must be from {low} to {high}")
     target = Path(config.save).absolute()
     nearest = next(path for path in (target, *target.parents) if path.exists())
-    foreign = nearest == target and any(target.glob("*")) and not (target / "config.json").exists()
+    foreign = nearest == target and any(target.glob("*")) and not any(target.glob("*.safetensors"))
     if config.save and (foreign or not nearest.is_dir() or not os.access(nearest, os.W_OK)):
         raise ValueError(f"--save {config.save}: not writable, or there already and no model folder")
 
@@ -83,8 +83,8 @@ def reward(completion: str, answer: str) -> float:
 def load(name, device):
     """Model (float32, eval mode) and tokenizer. Raises ValueError if one of them cannot be had."""
     try:
-        if device == "auto":
-            device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        auto = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+        device = auto if device == "auto" else device
         tokenizer = AutoTokenizer.from_pretrained(name)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         # sdpa on MPS has returned NaN for rows that are all padding (pytorch issue 167515).
@@ -92,6 +92,7 @@ def load(name, device):
         # bf16 would round an update of 5e-6 to a weight of 0.02 away: ten SFT steps left a 135M model's loss at 1.9,
         # against 0.1 in float32. Without dtype, a bf16 checkpoint stays bf16.
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA's products alone, 8 times finer than bf16's
         return model.to(device).eval(), tokenizer
     except Exception as error:  # hub, files, JSON, safetensors, device: each raises a kind of its own
         raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {error}") from error
@@ -157,7 +158,8 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids
     T is the longest row, at most max_new_tokens. Raises RuntimeError if the logits are not finite.
     """
     logits, mask, cache = read_prompts(model, prompt_ids, prompt_mask, num_samples)
-    ids, done, finite = mask[:, :0], torch.zeros_like(mask[:, 0], dtype=torch.bool), True  # no ids, no row done
+    stops, finite = torch.tensor(stop_ids, device=mask.device), True
+    ids, done = mask[:, :0], torch.zeros_like(mask[:, 0], dtype=torch.bool)  # (N, 0), (N,)
     for t in range(max_new_tokens):
         logits = forward(model, ids[:, -1:], mask, cache) if t else logits
         finite = logits.amax().isfinite() & finite
@@ -167,7 +169,7 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids
         token = torch.where(done, pad_id, draw.to(mask.device))
         ids = torch.cat([ids, token[:, None]], 1)
         mask = torch.cat([mask, (~done).long()[:, None]], 1)  # the stop token itself belongs to its row
-        done = done | torch.isin(token, torch.tensor(stop_ids, device=mask.device))
+        done = done | torch.isin(token, stops)
         # Reading a flag makes the host wait for the accelerator: every 16 tokens, and surplus columns go below.
         if (mask.is_cpu or t % 16 == 0) and (done.all() or not finite):
             break
@@ -244,7 +246,6 @@ def peak_gb(device) -> float:
 def main(config: Config) -> None:
     check(config)
     started, rng, (train, held_out) = time.perf_counter(), random.Random(config.seed), toy_data()
-    torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA only: products 8 times finer than bf16, weights float32
     policy, tokenizer = load(config.model, config.device)
     reference = load(config.model, policy.device)[0].requires_grad_(False) if config.beta > 0 else None
     critic = load(config.model, policy.device)[0]  # the reward model, where there is one, is a better start
@@ -259,21 +260,17 @@ def main(config: Config) -> None:
     try:
         for step in range(1, config.steps + 1):
             step_started = time.perf_counter()
-
             # 9.1 Batch
             questions, answers = zip(*rng.sample(train, config.batch_size))
             prompts = [x.to(device) for x in pad([encode_prompt(tokenizer, q) for q in questions], pad_id, "left")]
-
             # 9.2 Rollout. vLLM would go here, faster, if it can be made to give the same probabilities.
             ids, mask = sample(policy, *prompts, 1, config.max_new_tokens, stops, pad_id)
             if step == 1:
                 show_row(tokenizer, *prompts, ids, mask)
-
             # 9.3 Reward. InstructGPT subtracts beta * KL from it token by token; here the loss has it, as in GRPO.
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
             rewards = torch.tensor([*map(reward, texts, answers)], device=device)  # (N,)
             ref_logprobs = token_logprobs(reference, *prompts, ids, mask) if config.beta > 0 else None
-
             # 9.4 Update
             for epoch in range(config.inner_epochs):
                 logprobs = token_logprobs(policy, *prompts, ids, mask)
@@ -290,7 +287,6 @@ def main(config: Config) -> None:
                 norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
                 torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0, error_if_nonfinite=True)
                 optimizer.step()
-
             # 9.5 Print, of the last inner epoch
             print(f"step {step}/{config.steps}  loss {loss:z.4f}  reward {rewards.mean():.3f}  "
                   f"length {mask.sum() / len(mask):.1f}  grad_norm {norm:.3f}  kl {masked_mean(kl, mask):z.4f}  "

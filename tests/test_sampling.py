@@ -159,6 +159,7 @@ def test_training_mode_and_gradient_checkpointing_change_nothing_and_are_left_on
     logprobs = script.token_logprobs(model, prompt_ids, prompt_mask, ids, mask)
     model.train()
     model.gradient_checkpointing_enable()
+    model.config.use_cache = False  # as fine-tuning tools leave it in a checkpoint
     lengths = []
     model.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
     again, _ = script.sample(model, prompt_ids, prompt_mask, 2, 8, [257], 258, greedy=True)
