@@ -189,7 +189,7 @@ def test_every_row_truncated_still_gives_a_finite_loss_and_gradient(name, model)
     assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
 
 
-@having("token_logprobs")
+@having("masked_mean")
 def test_raising_the_stop_tokens_logit_changes_the_loss(script):
     model = make_model()
     prompt_ids, prompt_mask = script.pad([[5, 6]], 0, "left")

@@ -51,10 +51,10 @@ def test_lone_copy_runs_from_another_folder_and_prints_everything(name, tiny, tm
     assert summary(again)["accuracy_before"] == result["accuracy_after"]
 
 
-def train(name, model, capsys, **knobs):
-    """Run main in this process; its whole output."""
+def train(name, folder, capsys, **knobs):
+    """Run main in this process on the model in the folder; its whole output."""
     script = SCRIPTS[name]
-    script.main(script.Config(**{"model": str(model), "device": "cpu", "steps": 2, "batch_size": 4, **knobs}))
+    script.main(script.Config(**{"model": str(folder), "device": "cpu", "steps": 2, "batch_size": 4, **knobs}))
     return capsys.readouterr().out
 
 
@@ -262,7 +262,14 @@ def test_ctrl_c_stops_training_then_evaluates_and_saves(name, tiny, tmp_path):
         "--save",
         str(tmp_path / "kept"),
     ]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
     for line in process.stdout:
         if line.startswith("step 2/"):
             break
