@@ -5,8 +5,8 @@
 Rafailov et al. 2023 (arXiv:2305.18290), eq. 7: the policy that maximises a reward under a KL penalty, from pairs alone.
 To minimal_sft.py it adds a rejected answer and a frozen reference; minimal_grpo.py samples its answers. Beware of
 over-optimisation: only the difference of a pair is trained, the rejected log-probability falls without a floor, and
-the chosen one can fall with it (try --beta 0.1). Watch both in the log, not the margin alone. Left out: distributed
-training.
+the chosen one can fall with it (try --beta 0.1 --lr 5e-6). Watch both in the log, not the margin alone. Left out:
+distributed training.
 
 Run: uv run minimal_dpo.py
 Glossary: B prompts, G completions per prompt (2 here: chosen, rejected), N = B*G rows, P prompt length, T completion
