@@ -242,7 +242,7 @@ def main(config: Config) -> None:
         if config.save:
             save(policy, tokenizer, config.save)
     print(f"---\naccuracy_before: {accuracy_before}\naccuracy_after: {evaluate(policy, tokenizer, held_out, config)}")
-    print(f"seconds: {time.perf_counter() - started:.0f}\npeak_gb: {peak_gb(policy.device):.2f}")
+    print(f"seconds: {time.perf_counter() - started:.0f}\npeak_gb: {peak_gb(device):.2f}")
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(errors="backslashreplace")  # a console that lacks a character must not end the run
