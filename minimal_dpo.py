@@ -81,8 +81,7 @@ def reward(completion: str, answer: str) -> float:
 def load(name, device):
     """Model (float32, eval mode) and tokenizer. Raises ValueError if one of them cannot be had."""
     try:
-        auto = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-        device = auto if device == "auto" else device
+        device = (torch.accelerator.current_accelerator(True) or "cpu") if device == "auto" else device
         tokenizer = AutoTokenizer.from_pretrained(name)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         # sdpa on MPS has returned NaN for rows that are all padding (pytorch issue 167515).
@@ -136,8 +135,9 @@ def encode_pairs(tokenizer, problems, rng, device):
     return [x.to(device) for x in (*prompts, *pad(rows, tokenizer.pad_token_id, "right"))]
 
 def show_row(tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Print the first row token by token, each behind its loss mask."""
-    row = [(0, i) for i in prompt_ids[0].tolist()] + [*zip(completion_mask[0].tolist(), completion_ids[0].tolist())]
+    """Print the first row token by token, each behind its loss mask, up to the first pad."""
+    row = [(0, i) for i in prompt_ids[0, prompt_mask[0] == 1].tolist()]
+    row += zip(completion_mask[0].tolist(), completion_ids[0, :completion_mask[0].sum() + 1].tolist())
     print("one row as loss mask and token:", *(f"{m} {tokenizer.decode(i)!r}" for m, i in row), sep="  ")
 
 # ---- 5. Sampling -----------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def main(config: Config) -> None:
             chosen, rejected = logprobs.mean(0)
             print(f"step {step}/{config.steps}  loss {loss:z.4f}  grad_norm {norm:.3f}  chosen {chosen:.3f}  "
                   f"rejected {rejected:.3f}  margin {margin.mean():z.3f}  "
-                  f"accuracy {(margin > 0).float().mean():.3f}  {time.perf_counter() - step_started:.1f} s", flush=True)
+                  f"accuracy {(margin > 0).float().mean():.3f}  {time.perf_counter() - step_started:.1f} s")
     except KeyboardInterrupt:
         print("interrupted: no more training")
     finally:  # also after an error: what was trained is kept
@@ -271,7 +271,8 @@ def main(config: Config) -> None:
     print(f"seconds: {time.perf_counter() - started:.0f}\npeak_gb: {peak_gb(device):.2f}")
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="backslashreplace")  # a console that lacks a character must not end the run
+    # A character that the console lacks must not end the run; a log file gets each line at once.
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     try:
         main(Config(**vars(HfArgumentParser(Config).parse_args())))
     except (ValueError, RuntimeError, OSError, KeyboardInterrupt) as error:

@@ -1,0 +1,434 @@
+"""REINFORCE on GSM8K: what is left of gsm8k_grpo.py when its machinery is deleted, and a protocol to go on from there.
+
+    loss = mean over completion tokens of  -A * log p(token | prompt, earlier tokens)
+    advantage A = r - mean(r) over the G rewards r of one prompt
+
+Williams 1992 (REINFORCE, with a baseline) on the problems of Cobbe et al. 2021 (arXiv:2110.14168). No reference, KL,
+ratio, clip, z-score or temperature schedule. Training ends after --minutes of wall-clock time, so that every idea pays
+for what it costs.
+
+nanochat's chat_rl.py departs from GRPO as published in four points. The flags take gsm8k_grpo.py to the same place, and
+gsm8k_grpo_autoresearch.py is what is then left (the two compute the same gradient, says a test):
+
+    point            GRPO as published                nanochat         gsm8k_grpo.py          gsm8k_grpo_autoresearch.py
+    reference        KL to a frozen first model       none             --beta 0               none
+    ratio and clip   several updates per rollout      none: on policy  --inner_epochs 1       none
+    mean             per completion, then over them   over tokens      over tokens            over tokens
+    advantage        (r - mean) / std                 r - mean         --scale_by_std false   r - mean
+
+Left out, each named where it would go: a trained reward model, vLLM rollouts, distributed training.
+
+Run: uv run gsm8k_grpo_autoresearch.py
+Glossary: B prompts, G completions per prompt, N = B*G rows, P prompt length, T completion length, V vocabulary size;
+rollout: a batch of sampled completions.
+
+PROTOCOL: for an agent that improves this file by experiments, alone and overnight, as in karpathy/autoresearch.
+
+The goal is the highest val_acc after 20 minutes of training, on one machine, with --model and --data as you were given
+them. RUN stands for `uv run gsm8k_grpo_autoresearch.py` with those flags and nothing else but --seed.
+
+Frozen, because a number that is measured differently is no better or worse:
+ - the data: `gsm8k`, its split, the first 200 validation problems (--split val, --eval_size 200), SYSTEM;
+ - the judge: `extract_answer`, `reward`, `evaluate`, `pass_at_k`, and in evaluation `sample`, greedy, up to 512 tokens
+   (an experiment with another length in training gives `evaluate` a config that still says 512);
+ - the budget (--minutes 20, counted as it is now), the starting --model, the machine, float32, the installed packages;
+ - the summary behind `---`. Training never touches a validation or test problem. The test split is not looked at.
+Free: all that happens between the training rows and optimizer.step(). Loss, advantages, baseline, how training samples,
+which problems and how many, group size, batch size, learning rate and its schedule, optimizer, code that is faster.
+
+Setup, once:
+ 1. Start from a clean checkout on a new branch, autoresearch/DATE. Read this file whole.
+ 2. Create results.tsv, tab-separated, never committed (add it and *.log to .git/info/exclude), with the header
+    commit  seed  val_acc  val_se  steps  peak_gb  status  description
+ 3. Run the unchanged file with --seed 0 and --seed 1; log both as `baseline`. They are the first best, and their
+    difference is a first look at the noise.
+
+One experiment, over and over:
+ 1. Choose one idea. One change per experiment, or its result cannot be told from that of the other change.
+ 2. Edit this file alone. Commit, with the idea as the message.
+ 3. RUN --seed 0 > run.log 2>&1
+ 4. grep -E "^(val_acc|val_se|steps|train_seconds|peak_gb):" run.log. If that finds nothing, it crashed: tail run.log.
+ 5. Append one row to results.tsv: short commit hash, seed, val_acc and val_se as printed, steps, peak_gb, status (see
+    below), and what was tried in a few words. Rejected ideas and crashes get their row too.
+ 6. Keep or revert:
+    - val_acc above the best's (both with seed 0) by more than val_se: it may be luck, the more so the more ideas were
+      tried. Run again with --seed 1, log it. Keep if the mean over both seeds beats the best's by more than val_se
+      (else revert). val_se is 3.4 points for 200 problems at 35%. At 0 or 1 it prints 0: go by val_interval.
+    - within val_se of the best, either way: no difference was seen. Simplicity decides. Keep only if the file became
+      shorter or plainer, after a second seed has confirmed it; revert if it grew.
+    - below by more than val_se: revert.
+    Revert: git reset --hard HEAD~1. Keep: this commit and its two seeds are the new best.
+    status is one of baseline, candidate (passed with seed 0, second seed to come), keep, revert, crash.
+ 7. A crash is an exit status other than 0, no val_acc, or a run that has not ended 30 minutes after its training should
+    have: kill it. A slip (a typo, a forgotten import, out of memory by a little) may be mended and run again, twice at
+    most. Otherwise log val_acc 0.000 and `crash`, revert, go on.
+Peak memory may grow for a real gain, not without one. Nobody answers questions at night: do not ask, go on until
+stopped. Out of ideas, read the log for near misses, combine two keepers, try the opposite, delete something.
+
+Once, when a person ends the loop: the baseline and the last best, each with --split test --eval_size 0 and both seeds.
+These numbers are reported, whatever they are; nothing is chosen by them.
+"""
+
+import inspect
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.hf_argparser import HfArg, HfArgumentParser
+
+
+# ---- 1. Config -------------------------------------------------------------------------------------------------------
+@dataclass
+class Config:
+    model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="name on the hub, or a local folder")
+    device: str = HfArg(default="auto", help="cuda, mps or cpu; auto: the accelerator if there is one")
+    seed: int = HfArg(default=0, help="draws batches and completions, never the evaluated problems")
+    save: str = HfArg(default="", help="folder for the trained model; empty: not saved")
+    # data and evaluation
+    data: str = HfArg(default="", help="folder with train.jsonl and test.jsonl; empty: openai/gsm8k from the hub")
+    split: str = HfArg(default="val", help="what to evaluate: val (500 training rows set apart) or test (at the end)")
+    eval_size: int = HfArg(default=200, help="problems evaluated, 0 for all; 200 give +-6.6 points at 35 percent")
+    eval_samples: int = HfArg(default=0, help="samples per problem for pass@1 to pass@n; 0: greedy only")
+    # rollout
+    minutes: float = HfArg(default=20.0, help="wall-clock budget of training; loading and evaluation do not count")
+    batch_size: int = HfArg(default=16, help="prompts per step (B)")
+    group_size: int = HfArg(default=8, help="completions per prompt (G), at least 2: one alone equals its mean")
+    max_new_tokens: int = HfArg(default=512, help="longest completion in tokens; 256 would cut Qwen's answers off")
+    # update
+    micro_batch: int = HfArg(default=0, help="rows of a group per pass, to save memory; 0: the whole group")
+    lr: float = HfArg(default=2e-6, help="AdamW step size")
+
+RANGES = {"batch_size": (1, 10**9), "group_size": (2, 10**9), "max_new_tokens": (1, 10**9)}
+
+def check(config: Config) -> None:
+    """Raises ValueError, before any work, that names a flag out of range or a --save that cannot be written."""
+    for flag, value in vars(config).items():
+        low, high = RANGES.get(flag, (0, 10**9))
+        if isinstance(value, (int, float)) and not low <= value <= high:  # nan fails too
+            raise ValueError(f"--{flag} {value}: must be from {low} to {high}")
+    target = Path(config.save).absolute()
+    nearest = next(path for path in (target, *target.parents) if path.exists())
+    foreign = nearest == target and any(target.glob("*")) and not any(target.glob("*.safetensors"))
+    if config.save and (foreign or not nearest.is_dir() or not os.access(nearest, os.W_OK)):
+        raise ValueError(f"--save {config.save}: not writable, or there already and no model folder")
+
+# ---- 2. Data and reward ----------------------------------------------------------------------------------------------
+SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."  # as Qwen2.5 was trained
+
+def gsm8k(config) -> tuple[list, list]:
+    """(question, gold solution, gold number) of the problems to train on, and of those to evaluate (--split).
+
+    The last 500 training rows are the val split. Raises ValueError that names the flag and the malformed row.
+    """
+    rows = {"train": [], "test": []}
+    for split, parsed in rows.items():
+        try:
+            if config.data:
+                source = (Path(config.data) / f"{split}.jsonl").read_bytes().splitlines()
+            else:
+                from datasets import load_dataset  # here: it takes seconds, and --data does without
+                source = load_dataset("openai/gsm8k", "main", split=split)
+            for row in source:
+                row = json.loads(row) if config.data else row
+                solution, answer = re.sub("<<.*?>>", "", row["answer"]).split("####")  # <<...>>: calculator marks
+                if extract_answer(boxed := rf"\boxed{{{answer.strip()}}}") is None:
+                    raise ValueError(f"no number behind ####: {answer!r}")
+                parsed.append((row["question"].strip(), solution + boxed, answer.strip()))
+        except Exception as error:  # hub, files, JSON, columns: each raises a kind of its own
+            place = f"{config.data}, {split}.jsonl line {len(parsed) + 1}" if config.data else "FOLDER needs no hub"
+            raise ValueError(f"--data {place}: {error!r}") from error
+    train, splits = rows["train"][:-500], {"val": rows["train"][-500:], "test": rows["test"]}
+    if len(train) < config.batch_size or not rows["test"]:
+        raise ValueError(f"--data {config.data}: needs 500 rows to validate, 1 to test and --batch_size to train on")
+    if config.split not in splits:
+        raise ValueError(f"--split {config.split}: must be val or test")
+    return train, splits[config.split][:config.eval_size or None]
+
+def extract_answer(text: str) -> str | None:
+    r"""The number in the last closed \boxed{...}, without commas; None unless that holds exactly one number."""
+    opened, box = [], slice(0)
+    for mark in re.finditer(r"\\boxed\s*\{|[{}]", text):
+        if mark[0] != "}":
+            opened.append(mark)
+        elif opened and (start := opened.pop())[0] != "{":
+            box = slice(start.end(), mark.start())
+    inside = re.sub(r"\{,\}|\\,|,\\!", ",", text[box])  # the ways to write a thousands comma in LaTeX
+    inside = re.sub(r"\\?\$", "", inside.replace("\u2212", "-"))  # U+2212 is the minus sign
+    # A fraction, a root or pi counts as one more number: 12 is not the value of \frac12 or \sqrt{12}.
+    number = r"(?:(?<!\w)-\s*)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)|\\(?:[dt]?frac|sqrt|pi)"
+    found = re.findall(number, inside, re.ASCII)
+    return re.sub(r"[,\s]", "", found[0]) if len(found) == 1 and found[0][-1].isdigit() else None
+
+def reward(completion: str, answer: str) -> float:
+    """1.0 if the completion's boxed number is the gold one, as exact decimals. A trained reward model would go here."""
+    # The completion alone, never prompt + completion: numbers and boxes of a prompt would score.
+    found, gold = extract_answer(completion), extract_answer(rf"\boxed{{{answer}}}")
+    return float(None not in (found, gold) and Decimal(found) == Decimal(gold))
+
+# ---- 3. Model --------------------------------------------------------------------------------------------------------
+def load(name, device):
+    """Model (float32, eval mode) and tokenizer. Raises ValueError if one of them cannot be had."""
+    try:
+        device = (torch.accelerator.current_accelerator(True) or "cpu") if device == "auto" else device
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        # sdpa on MPS has returned NaN for rows that are all padding (pytorch issue 167515).
+        attention = "eager" if torch.device(device).type == "mps" else "sdpa"
+        # bf16 would round an update of 5e-6 to a weight of 0.02 away: ten SFT steps left a 135M model's loss at 1.9,
+        # against 0.1 in float32. Without dtype, a bf16 checkpoint stays bf16.
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA's products alone, 8 times finer than bf16's
+        return model.to(device).eval(), tokenizer
+    except Exception as error:  # hub, files, JSON, safetensors, device: each raises a kind of its own
+        raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {error}") from error
+
+def save(model, tokenizer, folder):
+    """Write FOLDER.partial, then let it take FOLDER's place: an older FOLDER goes only when the new one is whole."""
+    partial = Path(f"{Path(folder)}.partial")
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+# ---- 4. Tokens and masks ---------------------------------------------------------------------------------------------
+def stop_ids(model, tokenizer) -> list[int]:
+    """Every id that ends a completion: generation_config's (an int, a list or None) and the tokenizer's EOS."""
+    ids = model.generation_config.eos_token_id
+    ids = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
+    return [i for i in dict.fromkeys(ids) if i is not None]
+
+def encode_prompt(tokenizer, question: str) -> list[int]:
+    """Ids of system line, question and the assistant's header; plain text where there is no chat template."""
+    if tokenizer.chat_template is None:
+        return tokenizer(f"{SYSTEM}\n{question}\n").input_ids
+    # Some templates print today's date. The macro hides their function for it: the same ids on every day.
+    template = "{% macro strftime_now(format) %}1 January 2025{% endmacro %}" + tokenizer.get_chat_template()
+    chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(chat, chat_template=template, add_generation_prompt=True, return_dict=False)
+
+def pad(rows, pad_id, side):
+    """Id lists -> ids, mask (rows, longest), long. The mask, 1 on real tokens, alone says what is padding."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row).long() for row in rows], True, pad_id, side)
+    return ids, torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in rows], True, 0, side)
+
+def show_row(tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """Print the first row token by token, each behind its loss mask, up to the first pad."""
+    row = [(0, i) for i in prompt_ids[0, prompt_mask[0] == 1].tolist()]
+    row += zip(completion_mask[0].tolist(), completion_ids[0, :completion_mask[0].sum() + 1].tolist())
+    print("one row as loss mask and token:", *(f"{m} {tokenizer.decode(i)!r}" for m, i in row), sep="  ")
+
+def micro_batches(prompt_ids, prompt_mask, completion_ids, completion_mask, advantages, rows, skip_flat):
+    """Parts of `rows` completions of one prompt (0: its whole group), similar in length, without surplus padding.
+
+    advantages (B, G). A list of ((prompt_ids (1, P), prompt_mask, completion_ids (n, T), completion_mask), advantages
+    (n, 1)). With skip_flat, groups without advantage are left out.
+    """
+    parts, G = [], advantages.shape[1]
+    for b in range(len(prompt_ids)):
+        real = prompt_mask[b].bool()
+        by_length = b * G + completion_mask[b * G:(b + 1) * G].sum(1).argsort()
+        for part in by_length.split(rows or G) if advantages[b].any() or not skip_flat else ():
+            ids, mask = completion_ids[part], completion_mask[part]
+            used = mask.any(0)
+            batch = (prompt_ids[b:b + 1, real], prompt_mask[b:b + 1, real], ids[:, used], mask[:, used])
+            parts.append((batch, advantages.view(-1, 1)[part]))
+    return parts
+
+# ---- 5. Sampling -----------------------------------------------------------------------------------------------------
+def forward(model, ids, mask, cache, keep=0):
+    """Logits of the last `keep` ids (0: all). mask (rows, seen + L) covers the cached tokens, then ids (rows, L)."""
+    if model.training:  # dropout would change the probabilities, and gradient checkpointing drops the cache
+        logits = forward(model.eval(), ids, mask, cache, keep)
+        model.train()
+        return logits
+    # Positions count real tokens. Without them and the mask, 12 pads moved a log-probability by 0.8 nats on average.
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
+    # transformers renamed past_key_values to cache, and ignores the name that it does not know.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return model(ids, attention_mask=mask, position_ids=positions, logits_to_keep=keep, **{name: cache}).logits
+
+def read_prompts(model, prompt_ids, prompt_mask, num_samples):
+    """One pass over the B prompts for all N completions: logits (N, 1, V) of their first token, mask (N, P), cache."""
+    cache = DynamicCache()
+    logits = forward(model, prompt_ids, prompt_mask, cache, keep=1)  # (B, 1, V): the prompt's own are unused
+    cache.batch_repeat_interleave(num_samples)
+    return logits.repeat_interleave(num_samples, 0), prompt_mask.repeat_interleave(num_samples, 0), cache
+
+@torch.no_grad()
+def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids, pad_id, greedy=False):
+    """completion_ids, completion_mask (N, T) drawn from softmax(logits), the distribution that is trained: no top-k.
+
+    T is the longest row, at most max_new_tokens. Raises RuntimeError if the logits are not finite.
+    """
+    logits, mask, cache = read_prompts(model, prompt_ids, prompt_mask, num_samples)
+    stops, finite = torch.tensor(stop_ids, device=mask.device), True
+    ids, done = mask[:, :0], torch.zeros_like(mask[:, 0], dtype=torch.bool)  # (N, 0), (N,)
+    for t in range(max_new_tokens):
+        logits = forward(model, ids[:, -1:], mask, cache) if t else logits
+        finite = logits.amax().isfinite() & finite
+        probs = torch.softmax(logits[:, -1].float().nan_to_num(), -1)  # (N, V); a NaN in multinomial would abort CUDA
+        # multinomial on MPS has returned ids of probability 0: the CPU draws for it.
+        draw = probs.argmax(-1) if greedy else torch.multinomial(probs.cpu() if mask.is_mps else probs, 1)[:, 0]
+        token = torch.where(done, pad_id, draw.to(mask.device))
+        ids = torch.cat([ids, token[:, None]], 1)
+        mask = torch.cat([mask, (~done).long()[:, None]], 1)  # the stop token itself belongs to its row
+        done = done | torch.isin(token, stops)
+        # Reading a flag makes the host wait for the accelerator: every 16 tokens, and surplus columns go below.
+        if (mask.is_cpu or t % 16 == 0) and (done.all() or not finite):
+            break
+    if not finite:
+        raise RuntimeError("the logits are not finite: broken weights in --model, or --lr too high")
+    mask = mask[:, prompt_ids.shape[1]:]
+    return ids[:, mask.any(0)], mask[:, mask.any(0)]  # (N, T)
+
+def rollout(model, tokenizer, problems, num_samples, config, greedy=False):
+    """num_samples completions for each of B problems: prompts (ids, mask), ids, mask (N, T), texts, rewards (B, G)."""
+    questions, _, answers = zip(*problems)
+    pad_id = tokenizer.pad_token_id
+    prompts = [x.to(model.device) for x in pad([encode_prompt(tokenizer, q) for q in questions], pad_id, "left")]
+    # vLLM would go here, faster, if it can be made to give the same probabilities.
+    stops = stop_ids(model, tokenizer)
+    ids, mask = sample(model, *prompts, num_samples, config.max_new_tokens, stops, pad_id, greedy)
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    rewards = torch.tensor([reward(text, answers[i // num_samples]) for i, text in enumerate(texts)])
+    return prompts, ids, mask, texts, rewards.view(-1, num_samples).to(model.device)
+
+# ---- 6. Log-probabilities --------------------------------------------------------------------------------------------
+def completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """The logits that predict each completion token, (N, T, V)."""
+    first, mask, cache = read_prompts(model, prompt_ids, prompt_mask, len(completion_ids) // len(prompt_ids))
+    ids, mask = completion_ids[:, :-1], torch.cat([mask, completion_mask[:, :-1]], 1)  # the last token predicts nothing
+    return torch.cat([first, forward(model, ids, mask, cache)], 1) if ids.shape[1] else first
+
+def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """log p(token | all before it), (N, T), float32."""
+    logits = completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask).float()
+    return logits.log_softmax(-1).gather(-1, completion_ids[:, :, None])[:, :, 0]
+
+# ---- 7. Loss ---------------------------------------------------------------------------------------------------------
+def group_advantages(rewards, scale_by_std=True):
+    """(B, G) -> (B, G): (r - mean) / std, section 4.1.2 of the GRPO paper (the 1e-6 is ours), or r - mean."""
+    scale = rewards.std(1, correction=0, keepdim=True) + 1e-6 if scale_by_std else 1
+    # A flat group teaches nothing, to the last bit: the mean of equal floats can differ from them by rounding.
+    flat = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
+    return ((rewards - rewards.mean(1, keepdim=True)) / scale).masked_fill(flat, 0)
+
+# ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k samples is right, from n samples of which c are.
+
+    1 - C(n-c, k) / C(n, k), Chen et al. 2021 (arXiv:2107.03374), eq. 1. Raises ValueError unless 1 <= k <= n.
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass@{k} needs at least {k} samples, at least 1, and from 0 to n right ones: n={n}, c={c}")
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+def evaluate(model, tokenizer, problems, config) -> dict[str, str]:
+    """Greedy accuracy with its standard error and 95% interval, share cut off by the length limit, mean length, pass@k.
+
+    Training with a counter in the place of the gradient: the same rollout. Leaves the random state as it found it.
+    """
+    solved, cut_off, tokens, counts, n = 0, 0, 0, [], config.eval_samples
+    stops = torch.tensor(stop_ids(model, tokenizer), device=model.device)
+    chunk = max(1, config.batch_size * config.group_size // max(1, n))  # problems; no more rows than a training step
+    cuda = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(cuda), tqdm(total=len(problems), desc="evaluate", leave=False) as bar:
+        torch.manual_seed(0)
+        for i in range(0, len(problems), chunk):
+            part = problems[i:i + chunk]
+            _, ids, mask, _, rewards = rollout(model, tokenizer, part, 1, config, greedy=True)
+            solved, tokens = solved + int(rewards.sum()), tokens + int(mask.sum())
+            cut_off += len(part) - int((torch.isin(ids, stops) & mask.bool()).any(1).sum())
+            counts += rollout(model, tokenizer, part, n, config)[-1].sum(1).int().tolist() if n else []
+            bar.update(len(part))
+            bar.set_postfix(accuracy=f"{solved / (i + len(part)):.3f}")
+    total, p = len(problems), solved / len(problems)
+    # Wilson's score interval (1927), z = 1.96: near 0, where a small model starts, p +- 1.96 se would be too narrow.
+    center, half = (solved + 1.9208) / (total + 3.8416), 1.96 * (solved * (1 - p) + 0.9604) ** 0.5 / (total + 3.8416)
+    result = {"accuracy": f"{p:.3f} ({solved}/{total})", "se": f"{(p * (1 - p) / total) ** 0.5:.3f}",
+              "interval": f"{center - half:z.3f} to {center + half:.3f}",
+              "cut_off": f"{cut_off / total:.3f}", "length": f"{tokens / total:.1f}"}
+    result |= {f"pass@{k}": f"{sum(pass_at_k(n, c, k) for c in counts) / total:.3f}" for k in range(1, n + 1)}
+    print("evaluation", *(f"{key} {value}" for key, value in result.items()), sep="  ")
+    return result
+
+def peak_gb(device) -> float:
+    """Peak memory in 10^9 bytes: torch's count on CUDA, elsewhere the whole process (0 on Windows)."""
+    if device.type == "cuda" or sys.platform == "win32":
+        return torch.cuda.max_memory_allocated() / 1e9
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
+
+# ---- 9. Training loop ------------------------------------------------------------------------------------------------
+def main(config: Config) -> None:
+    check(config)
+    started, rng, (train, problems) = time.perf_counter(), random.Random(config.seed), gsm8k(config)
+    policy, tokenizer = load(config.model, config.device)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
+    print(f"{Path(__file__).name}: {config.model}, {policy.num_parameters():,} parameters, {policy.device}, "
+          f"{policy.dtype}, {len(train)} problems to train on, {len(problems)} of {config.split} to evaluate")
+    torch.manual_seed(config.seed)
+    steps, training_started = 0, time.perf_counter()
+    try:
+        for step in tqdm(itertools.count(1), desc="train", leave=False):
+            step_started = time.perf_counter()
+            if step_started - training_started >= 60 * config.minutes:
+                break  # a step that has begun is finished: the budget is exceeded by a part of a step
+            # 9.1 Batch, 9.2 Rollout, 9.3 Reward
+            batch = rng.sample(train, config.batch_size)
+            prompts, ids, mask, texts, rewards = rollout(policy, tokenizer, batch, config.group_size, config)
+            if step == 1:
+                show_row(tokenizer, *prompts, ids, mask)
+            advantages = group_advantages(rewards, scale_by_std=False)  # (B, G): r - mean
+            # 9.4 Update. A group of equal rewards has no gradient, and costs no pass.
+            optimizer.zero_grad()
+            loss = torch.zeros((), device=policy.device)
+            for part, part_advantages in micro_batches(*prompts, ids, mask, advantages, config.micro_batch, True):
+                logprobs = token_logprobs(policy, *part)
+                # The parts, however cut, add up to the mean over all tokens of the batch, skipped ones too.
+                part_loss = -(part_advantages * logprobs * part[-1]).sum() / mask.sum()
+                part_loss.backward()  # adds to the gradient; distributed training would average it afterwards
+                loss += part_loss.detach()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
+            optimizer.step()
+            steps = step
+            # 9.5 Print
+            flat = (advantages == 0).all(1).float().mean()
+            tqdm.write(f"step {step}  loss {loss:z.4f}  reward {rewards.mean():.3f}  flat {flat:.3f}  "
+                       f"length {mask.sum() / len(mask):.1f}  grad_norm {norm:.3f}  "
+                       f"{time.perf_counter() - step_started:.1f} s")
+            if step % 5 == 0:
+                tqdm.write(f"  {texts[0]!r} reward {rewards[0, 0]:.0f}")
+            if not rewards.any():
+                tqdm.write("  no reward in this step. If it stays so: gsm8k_sft_grpo.py, or a larger --model")
+    except KeyboardInterrupt:
+        print("interrupted: no more training")
+    finally:  # also after an error: what was trained is kept
+        train_seconds = time.perf_counter() - training_started
+        if config.save:
+            save(policy, tokenizer, config.save)
+    result = evaluate(policy, tokenizer, problems, config)
+    print(f"---\n{config.split}_acc: {result.pop('accuracy')}")
+    print(*(f"{config.split}_{key}: {value}" for key, value in result.items()), sep="\n")
+    print(f"steps: {steps}\ntrain_seconds: {train_seconds:.0f}")
+    print(f"seconds: {time.perf_counter() - started:.0f}\npeak_gb: {peak_gb(policy.device):.2f}")
+
+if __name__ == "__main__":
+    # A character that the console lacks must not end the run; a log file gets each line at once.
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    try:
+        main(Config(**vars(HfArgumentParser(Config).parse_args())))
+    except (ValueError, RuntimeError, OSError, KeyboardInterrupt) as error:
+        sys.exit(f"error: {' '.join(str(error).split()) or 'interrupted'}")

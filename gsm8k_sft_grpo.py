@@ -1,0 +1,436 @@
+"""SFT, then GRPO, on GSM8K: gold solutions first teach the form, then rewards judge the model's own solutions.
+
+    phase 1: loss = mean over completion tokens of  -log p(token | prompt, earlier tokens)
+    phase 2: loss = mean over completion tokens of  -min(ratio * A, clip(ratio, 1 - c, 1 + c) * A)
+                                                    + beta * KL(policy, reference)
+
+The order of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155), the loss of phase 2 from Shao et al. 2024
+(arXiv:2402.03300). To gsm8k_grpo.py it adds `warm_up`; the warmed-up model is the reference of phase 2. A model that
+never earns a reward learns nothing from GRPO: here the warm-up helps. One that reasons well already can lose by it, for
+gold solutions of GSM8K are terser than its own. Three evaluations (before, sft, after) show what each phase gave or
+took. Left out, each named where it would go: a trained reward model, vLLM rollouts, distributed training.
+
+Run: uv run gsm8k_sft_grpo.py
+Glossary: B prompts, G completions per prompt (1 in SFT), N = B*G rows, P prompt length, T completion length, V
+vocabulary size; rollout: a batch of sampled completions; reference: a frozen copy of the model as it was before GRPO.
+"""
+
+import copy
+import inspect
+import json
+import math
+import os
+import random
+import re
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.hf_argparser import HfArg, HfArgumentParser
+
+
+# ---- 1. Config -------------------------------------------------------------------------------------------------------
+@dataclass
+class Config:
+    model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="name on the hub, or a local folder")
+    device: str = HfArg(default="auto", help="cuda, mps or cpu; auto: the accelerator if there is one")
+    seed: int = HfArg(default=0, help="draws batches and completions, never the evaluated problems")
+    save: str = HfArg(default="", help="folder for the trained model; empty: not saved")
+    # data and evaluation
+    data: str = HfArg(default="", help="folder with train.jsonl and test.jsonl; empty: openai/gsm8k from the hub")
+    split: str = HfArg(default="val", help="what to evaluate: val (500 training rows set apart) or test (at the end)")
+    eval_size: int = HfArg(default=200, help="problems evaluated, 0 for all; 200 give +-6.6 points at 35 percent")
+    eval_samples: int = HfArg(default=0, help="samples per problem for pass@1 to pass@n; 0: greedy only")
+    # SFT warm-up
+    sft_steps: int = HfArg(default=100, help="SFT steps, batch_size gold solutions each; 0: no warm-up")
+    sft_lr: float = HfArg(default=1e-5, help="AdamW step size of the warm-up")
+    # rollout
+    steps: int = HfArg(default=100, help="GRPO steps, a rollout each")
+    batch_size: int = HfArg(default=16, help="prompts per step (B), in both phases")
+    group_size: int = HfArg(default=8, help="completions per prompt (G), at least 2: one alone equals its mean")
+    max_new_tokens: int = HfArg(default=512, help="longest completion in tokens; 256 would cut Qwen's answers off")
+    # update
+    micro_batch: int = HfArg(default=0, help="rows of a group per pass, to save memory; 0: the whole group")
+    inner_epochs: int = HfArg(default=2, help="optimizer steps per rollout; with 1 the clip never fires")
+    lr: float = HfArg(default=2e-6, help="AdamW step size of GRPO")
+    clip: float = HfArg(default=0.2, help="a ratio pushed past 1 +- clip earns nothing more")
+    beta: float = HfArg(default=0.04, help="weight of the KL penalty; 0: no reference is kept")
+    scale_by_std: bool = HfArg(default=True, help="divide advantages by the group's standard deviation")
+
+RANGES = {"steps": (1, 10**9), "batch_size": (1, 10**9), "group_size": (2, 10**9), "max_new_tokens": (1, 10**9),
+          "inner_epochs": (1, 10**9)}
+
+def check(config: Config) -> None:
+    """Raises ValueError, before any work, that names a flag out of range or a --save that cannot be written."""
+    for flag, value in vars(config).items():
+        low, high = RANGES.get(flag, (0, 10**9))
+        if isinstance(value, (int, float)) and not low <= value <= high:  # nan fails too
+            raise ValueError(f"--{flag} {value}: must be from {low} to {high}")
+    target = Path(config.save).absolute()
+    nearest = next(path for path in (target, *target.parents) if path.exists())
+    foreign = nearest == target and any(target.glob("*")) and not any(target.glob("*.safetensors"))
+    if config.save and (foreign or not nearest.is_dir() or not os.access(nearest, os.W_OK)):
+        raise ValueError(f"--save {config.save}: not writable, or there already and no model folder")
+
+# ---- 2. Data and reward ----------------------------------------------------------------------------------------------
+SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."  # as Qwen2.5 was trained
+
+def gsm8k(config) -> tuple[list, list]:
+    """(question, gold solution, gold number) of the problems to train on, and of those to evaluate (--split).
+
+    The last 500 training rows are the val split. Raises ValueError that names the flag and the malformed row.
+    """
+    rows = {"train": [], "test": []}
+    for split, parsed in rows.items():
+        try:
+            if config.data:
+                source = (Path(config.data) / f"{split}.jsonl").read_bytes().splitlines()
+            else:
+                from datasets import load_dataset  # here: it takes seconds, and --data does without
+                source = load_dataset("openai/gsm8k", "main", split=split)
+            for row in source:
+                row = json.loads(row) if config.data else row
+                solution, answer = re.sub("<<.*?>>", "", row["answer"]).split("####")  # <<...>>: calculator marks
+                if extract_answer(boxed := rf"\boxed{{{answer.strip()}}}") is None:
+                    raise ValueError(f"no number behind ####: {answer!r}")
+                parsed.append((row["question"].strip(), solution + boxed, answer.strip()))
+        except Exception as error:  # hub, files, JSON, columns: each raises a kind of its own
+            place = f"{config.data}, {split}.jsonl line {len(parsed) + 1}" if config.data else "FOLDER needs no hub"
+            raise ValueError(f"--data {place}: {error!r}") from error
+    train, splits = rows["train"][:-500], {"val": rows["train"][-500:], "test": rows["test"]}
+    if len(train) < config.batch_size or not rows["test"]:
+        raise ValueError(f"--data {config.data}: needs 500 rows to validate, 1 to test and --batch_size to train on")
+    if config.split not in splits:
+        raise ValueError(f"--split {config.split}: must be val or test")
+    return train, splits[config.split][:config.eval_size or None]
+
+def extract_answer(text: str) -> str | None:
+    r"""The number in the last closed \boxed{...}, without commas; None unless that holds exactly one number."""
+    opened, box = [], slice(0)
+    for mark in re.finditer(r"\\boxed\s*\{|[{}]", text):
+        if mark[0] != "}":
+            opened.append(mark)
+        elif opened and (start := opened.pop())[0] != "{":
+            box = slice(start.end(), mark.start())
+    inside = re.sub(r"\{,\}|\\,|,\\!", ",", text[box])  # the ways to write a thousands comma in LaTeX
+    inside = re.sub(r"\\?\$", "", inside.replace("\u2212", "-"))  # U+2212 is the minus sign
+    # A fraction, a root or pi counts as one more number: 12 is not the value of \frac12 or \sqrt{12}.
+    number = r"(?:(?<!\w)-\s*)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)|\\(?:[dt]?frac|sqrt|pi)"
+    found = re.findall(number, inside, re.ASCII)
+    return re.sub(r"[,\s]", "", found[0]) if len(found) == 1 and found[0][-1].isdigit() else None
+
+def reward(completion: str, answer: str) -> float:
+    """1.0 if the completion's boxed number is the gold one, as exact decimals. A trained reward model would go here."""
+    # The completion alone, never prompt + completion: numbers and boxes of a prompt would score.
+    found, gold = extract_answer(completion), extract_answer(rf"\boxed{{{answer}}}")
+    return float(None not in (found, gold) and Decimal(found) == Decimal(gold))
+
+# ---- 3. Model --------------------------------------------------------------------------------------------------------
+def load(name, device):
+    """Model (float32, eval mode) and tokenizer. Raises ValueError if one of them cannot be had."""
+    try:
+        device = (torch.accelerator.current_accelerator(True) or "cpu") if device == "auto" else device
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        # sdpa on MPS has returned NaN for rows that are all padding (pytorch issue 167515).
+        attention = "eager" if torch.device(device).type == "mps" else "sdpa"
+        # bf16 would round an update of 5e-6 to a weight of 0.02 away: ten SFT steps left a 135M model's loss at 1.9,
+        # against 0.1 in float32. Without dtype, a bf16 checkpoint stays bf16.
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
+        torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA's products alone, 8 times finer than bf16's
+        return model.to(device).eval(), tokenizer
+    except Exception as error:  # hub, files, JSON, safetensors, device: each raises a kind of its own
+        raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {error}") from error
+
+def save(model, tokenizer, folder):
+    """Write FOLDER.partial, then let it take FOLDER's place: an older FOLDER goes only when the new one is whole."""
+    partial = Path(f"{Path(folder)}.partial")
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+# ---- 4. Tokens and masks ---------------------------------------------------------------------------------------------
+def stop_ids(model, tokenizer) -> list[int]:
+    """Every id that ends a completion: generation_config's (an int, a list or None) and the tokenizer's EOS."""
+    ids = model.generation_config.eos_token_id
+    ids = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
+    return [i for i in dict.fromkeys(ids) if i is not None]
+
+def encode_prompt(tokenizer, question: str) -> list[int]:
+    """Ids of system line, question and the assistant's header; plain text where there is no chat template."""
+    if tokenizer.chat_template is None:
+        return tokenizer(f"{SYSTEM}\n{question}\n").input_ids
+    # Some templates print today's date. The macro hides their function for it: the same ids on every day.
+    template = "{% macro strftime_now(format) %}1 January 2025{% endmacro %}" + tokenizer.get_chat_template()
+    chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(chat, chat_template=template, add_generation_prompt=True, return_dict=False)
+
+def encode_completion(tokenizer, text: str) -> list[int]:
+    """Ids of an answer and the EOS that ends it. Encoded alone: joined to the prompt as text, tokens could merge."""
+    return [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+
+def pad(rows, pad_id, side):
+    """Id lists -> ids, mask (rows, longest), long. The mask, 1 on real tokens, alone says what is padding."""
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row).long() for row in rows], True, pad_id, side)
+    return ids, torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in rows], True, 0, side)
+
+def show_row(tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """Print the first row token by token, each behind its loss mask, up to the first pad."""
+    row = [(0, i) for i in prompt_ids[0, prompt_mask[0] == 1].tolist()]
+    row += zip(completion_mask[0].tolist(), completion_ids[0, :completion_mask[0].sum() + 1].tolist())
+    print("one row as loss mask and token:", *(f"{m} {tokenizer.decode(i)!r}" for m, i in row), sep="  ")
+
+def micro_batches(prompt_ids, prompt_mask, completion_ids, completion_mask, advantages, rows, skip_flat):
+    """Parts of `rows` completions of one prompt (0: its whole group), similar in length, without surplus padding.
+
+    advantages (B, G). A list of ((prompt_ids (1, P), prompt_mask, completion_ids (n, T), completion_mask), advantages
+    (n, 1)). With skip_flat, groups without advantage are left out.
+    """
+    parts, G = [], advantages.shape[1]
+    for b in range(len(prompt_ids)):
+        real = prompt_mask[b].bool()
+        by_length = b * G + completion_mask[b * G:(b + 1) * G].sum(1).argsort()
+        for part in by_length.split(rows or G) if advantages[b].any() or not skip_flat else ():
+            ids, mask = completion_ids[part], completion_mask[part]
+            used = mask.any(0)
+            batch = (prompt_ids[b:b + 1, real], prompt_mask[b:b + 1, real], ids[:, used], mask[:, used])
+            parts.append((batch, advantages.view(-1, 1)[part]))
+    return parts
+
+# ---- 5. Sampling -----------------------------------------------------------------------------------------------------
+def forward(model, ids, mask, cache, keep=0):
+    """Logits of the last `keep` ids (0: all). mask (rows, seen + L) covers the cached tokens, then ids (rows, L)."""
+    if model.training:  # dropout would change the probabilities, and gradient checkpointing drops the cache
+        logits = forward(model.eval(), ids, mask, cache, keep)
+        model.train()
+        return logits
+    # Positions count real tokens. Without them and the mask, 12 pads moved a log-probability by 0.8 nats on average.
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
+    # transformers renamed past_key_values to cache, and ignores the name that it does not know.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return model(ids, attention_mask=mask, position_ids=positions, logits_to_keep=keep, **{name: cache}).logits
+
+def read_prompts(model, prompt_ids, prompt_mask, num_samples):
+    """One pass over the B prompts for all N completions: logits (N, 1, V) of their first token, mask (N, P), cache."""
+    cache = DynamicCache()
+    logits = forward(model, prompt_ids, prompt_mask, cache, keep=1)  # (B, 1, V): the prompt's own are unused
+    cache.batch_repeat_interleave(num_samples)
+    return logits.repeat_interleave(num_samples, 0), prompt_mask.repeat_interleave(num_samples, 0), cache
+
+@torch.no_grad()
+def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids, pad_id, greedy=False):
+    """completion_ids, completion_mask (N, T) drawn from softmax(logits), the distribution that is trained: no top-k.
+
+    T is the longest row, at most max_new_tokens. Raises RuntimeError if the logits are not finite.
+    """
+    logits, mask, cache = read_prompts(model, prompt_ids, prompt_mask, num_samples)
+    stops, finite = torch.tensor(stop_ids, device=mask.device), True
+    ids, done = mask[:, :0], torch.zeros_like(mask[:, 0], dtype=torch.bool)  # (N, 0), (N,)
+    for t in range(max_new_tokens):
+        logits = forward(model, ids[:, -1:], mask, cache) if t else logits
+        finite = logits.amax().isfinite() & finite
+        probs = torch.softmax(logits[:, -1].float().nan_to_num(), -1)  # (N, V); a NaN in multinomial would abort CUDA
+        # multinomial on MPS has returned ids of probability 0: the CPU draws for it.
+        draw = probs.argmax(-1) if greedy else torch.multinomial(probs.cpu() if mask.is_mps else probs, 1)[:, 0]
+        token = torch.where(done, pad_id, draw.to(mask.device))
+        ids = torch.cat([ids, token[:, None]], 1)
+        mask = torch.cat([mask, (~done).long()[:, None]], 1)  # the stop token itself belongs to its row
+        done = done | torch.isin(token, stops)
+        # Reading a flag makes the host wait for the accelerator: every 16 tokens, and surplus columns go below.
+        if (mask.is_cpu or t % 16 == 0) and (done.all() or not finite):
+            break
+    if not finite:
+        raise RuntimeError("the logits are not finite: broken weights in --model, or --lr too high")
+    mask = mask[:, prompt_ids.shape[1]:]
+    return ids[:, mask.any(0)], mask[:, mask.any(0)]  # (N, T)
+
+def rollout(model, tokenizer, problems, num_samples, config, greedy=False):
+    """num_samples completions for each of B problems: prompts (ids, mask), ids, mask (N, T), texts, rewards (B, G)."""
+    questions, _, answers = zip(*problems)
+    pad_id = tokenizer.pad_token_id
+    prompts = [x.to(model.device) for x in pad([encode_prompt(tokenizer, q) for q in questions], pad_id, "left")]
+    # vLLM would go here, faster, if it can be made to give the same probabilities.
+    stops = stop_ids(model, tokenizer)
+    ids, mask = sample(model, *prompts, num_samples, config.max_new_tokens, stops, pad_id, greedy)
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    rewards = torch.tensor([reward(text, answers[i // num_samples]) for i, text in enumerate(texts)])
+    return prompts, ids, mask, texts, rewards.view(-1, num_samples).to(model.device)
+
+# ---- 6. Log-probabilities --------------------------------------------------------------------------------------------
+def completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """The logits that predict each completion token, (N, T, V)."""
+    first, mask, cache = read_prompts(model, prompt_ids, prompt_mask, len(completion_ids) // len(prompt_ids))
+    ids, mask = completion_ids[:, :-1], torch.cat([mask, completion_mask[:, :-1]], 1)  # the last token predicts nothing
+    return torch.cat([first, forward(model, ids, mask, cache)], 1) if ids.shape[1] else first
+
+def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+    """log p(token | all before it), (N, T), float32."""
+    logits = completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask).float()
+    return logits.log_softmax(-1).gather(-1, completion_ids[:, :, None])[:, :, 0]
+
+# ---- 7. Loss ---------------------------------------------------------------------------------------------------------
+def masked_mean(x, mask):
+    """Mean of x over the slots with mask 1; 0 if there are none."""
+    return (x * mask).sum() / mask.sum().clamp(min=1)
+
+def group_advantages(rewards, scale_by_std=True):
+    """(B, G) -> (B, G): (r - mean) / std, section 4.1.2 of the GRPO paper (the 1e-6 is ours), or r - mean."""
+    scale = rewards.std(1, correction=0, keepdim=True) + 1e-6 if scale_by_std else 1
+    # A flat group teaches nothing, to the last bit: the mean of equal floats can differ from them by rounding.
+    flat = rewards.amax(1, keepdim=True) == rewards.amin(1, keepdim=True)
+    return ((rewards - rewards.mean(1, keepdim=True)) / scale).masked_fill(flat, 0)
+
+def clipped_surrogate(logprobs, old_logprobs, advantages, clip):
+    """Per-token loss (N, T), eq. 7 of the PPO paper negated, and 1.0 where the clip lowers that objective."""
+    ratio = (logprobs - old_logprobs).exp()
+    unclipped, clipped = ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages
+    return -torch.minimum(unclipped, clipped), (clipped < unclipped).float()
+
+def kl_to_reference(logprobs, ref_logprobs):
+    """Per-token estimate of KL(policy, reference), (N, T), never negative: exp(d) - 1 - d, eq. 4 of the GRPO paper."""
+    # Not -d, the plain log-ratio: its gradient does not depend on the reference. The bound keeps exp finite; beyond it
+    # the penalty has no gradient.
+    d = (ref_logprobs - logprobs).clamp(max=20)
+    return torch.expm1(d) - d
+
+# ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of k samples is right, from n samples of which c are.
+
+    1 - C(n-c, k) / C(n, k), Chen et al. 2021 (arXiv:2107.03374), eq. 1. Raises ValueError unless 1 <= k <= n.
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ValueError(f"pass@{k} needs at least {k} samples, at least 1, and from 0 to n right ones: n={n}, c={c}")
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+def evaluate(model, tokenizer, problems, config) -> dict[str, str]:
+    """Greedy accuracy with its standard error and 95% interval, share cut off by the length limit, mean length, pass@k.
+
+    Training with a counter in the place of the gradient: the same rollout. Leaves the random state as it found it.
+    """
+    solved, cut_off, tokens, counts, n = 0, 0, 0, [], config.eval_samples
+    stops = torch.tensor(stop_ids(model, tokenizer), device=model.device)
+    chunk = max(1, config.batch_size * config.group_size // max(1, n))  # problems; no more rows than a training step
+    cuda = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(cuda), tqdm(total=len(problems), desc="evaluate", leave=False) as bar:
+        torch.manual_seed(0)
+        for i in range(0, len(problems), chunk):
+            part = problems[i:i + chunk]
+            _, ids, mask, _, rewards = rollout(model, tokenizer, part, 1, config, greedy=True)
+            solved, tokens = solved + int(rewards.sum()), tokens + int(mask.sum())
+            cut_off += len(part) - int((torch.isin(ids, stops) & mask.bool()).any(1).sum())
+            counts += rollout(model, tokenizer, part, n, config)[-1].sum(1).int().tolist() if n else []
+            bar.update(len(part))
+            bar.set_postfix(accuracy=f"{solved / (i + len(part)):.3f}")
+    total, p = len(problems), solved / len(problems)
+    # Wilson's score interval (1927), z = 1.96: near 0, where a small model starts, p +- 1.96 se would be too narrow.
+    center, half = (solved + 1.9208) / (total + 3.8416), 1.96 * (solved * (1 - p) + 0.9604) ** 0.5 / (total + 3.8416)
+    result = {"accuracy": f"{p:.3f} ({solved}/{total})", "se": f"{(p * (1 - p) / total) ** 0.5:.3f}",
+              "interval": f"{center - half:z.3f} to {center + half:.3f}",
+              "cut_off": f"{cut_off / total:.3f}", "length": f"{tokens / total:.1f}"}
+    result |= {f"pass@{k}": f"{sum(pass_at_k(n, c, k) for c in counts) / total:.3f}" for k in range(1, n + 1)}
+    print("evaluation", *(f"{key} {value}" for key, value in result.items()), sep="  ")
+    return result
+
+def peak_gb(device) -> float:
+    """Peak memory in 10^9 bytes: torch's count on CUDA, elsewhere the whole process (0 on Windows)."""
+    if device.type == "cuda" or sys.platform == "win32":
+        return torch.cuda.max_memory_allocated() / 1e9
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
+
+# ---- 9. Training loop ------------------------------------------------------------------------------------------------
+def warm_up(policy, tokenizer, train, rng, config) -> None:
+    """SFT on gold solutions: minimal_sft.py's loop. The solutions' style is learned along with their arithmetic."""
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.sft_lr, weight_decay=0.0, fused=True)
+    for step in tqdm(range(1, config.sft_steps + 1), desc="SFT", leave=False):
+        step_started = time.perf_counter()
+        questions, solutions, _ = zip(*rng.sample(train, config.batch_size))
+        prompts = pad([encode_prompt(tokenizer, q) for q in questions], tokenizer.pad_token_id, "left")
+        targets = pad([encode_completion(tokenizer, s) for s in solutions], tokenizer.pad_token_id, "right")
+        batch = [x.to(policy.device) for x in (*prompts, *targets)]
+        if step == 1:
+            show_row(tokenizer, *batch)
+        loss = masked_mean(-token_logprobs(policy, *batch), batch[-1])
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
+        optimizer.step()
+        tqdm.write(f"step {step}/{config.sft_steps}  loss {loss:z.4f}  grad_norm {norm:.3f}  "
+                   f"{time.perf_counter() - step_started:.1f} s")
+
+def main(config: Config) -> None:
+    check(config)
+    started, rng, (train, problems) = time.perf_counter(), random.Random(config.seed), gsm8k(config)
+    policy, tokenizer = load(config.model, config.device)
+    print(f"{Path(__file__).name}: {config.model}, {policy.num_parameters():,} parameters, {policy.device}, "
+          f"{policy.dtype}, {len(train)} problems to train on, {len(problems)} of {config.split} to evaluate")
+    results = {"before": evaluate(policy, tokenizer, problems, config)}
+    torch.manual_seed(config.seed)
+    try:
+        warm_up(policy, tokenizer, train, rng, config)
+        results["sft"] = evaluate(policy, tokenizer, problems, config)
+        # GRPO is held near the warmed-up model, and AdamW's moments start anew.
+        reference = copy.deepcopy(policy).requires_grad_(False) if config.beta > 0 else None
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
+        for step in tqdm(range(1, config.steps + 1), desc="GRPO", leave=False):
+            step_started = time.perf_counter()
+            # 9.1 Batch, 9.2 Rollout, 9.3 Reward
+            batch = rng.sample(train, config.batch_size)
+            prompts, ids, mask, texts, rewards = rollout(policy, tokenizer, batch, config.group_size, config)
+            if step == 1:
+                show_row(tokenizer, *prompts, ids, mask)
+            advantages = group_advantages(rewards, config.scale_by_std)  # (B, G)
+            # A group of equal rewards has no advantages: only the KL penalty would learn from it.
+            parts = micro_batches(*prompts, ids, mask, advantages, config.micro_batch, skip_flat=config.beta == 0)
+            ref_logprobs = [token_logprobs(reference, *part) for part, _ in parts] if config.beta > 0 else []
+            # 9.4 Update
+            old_logprobs = {}
+            for _ in range(config.inner_epochs):
+                optimizer.zero_grad()
+                metrics = torch.zeros(3, device=policy.device)  # loss, kl, clip
+                for i, (part, part_advantages) in enumerate(parts):
+                    logprobs = token_logprobs(policy, *part)
+                    # The first epoch has the weights that sampled: the ratio is exactly 1, and the clip cannot fire.
+                    old = old_logprobs.setdefault(i, logprobs.detach())
+                    surrogate, clipped = clipped_surrogate(logprobs, old, part_advantages, config.clip)
+                    kl = kl_to_reference(logprobs, ref_logprobs[i]) if config.beta > 0 else torch.zeros_like(logprobs)
+                    terms = torch.stack([surrogate + config.beta * kl, kl, clipped]) * part[-1]  # (3, n, T)
+                    # The parts, however cut, add up to the mean over all tokens of the batch, skipped ones too.
+                    means = terms.sum((1, 2)) / mask.sum()
+                    means[0].backward()  # adds to the gradient; distributed training would average it afterwards
+                    metrics += means.detach()
+                norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
+                optimizer.step()
+            # 9.5 Print, of the last inner epoch
+            (loss, kl, clip), flat = metrics, (advantages == 0).all(1).float().mean()
+            tqdm.write(f"step {step}/{config.steps}  loss {loss:z.4f}  reward {rewards.mean():.3f}  flat {flat:.3f}  "
+                       f"length {mask.sum() / len(mask):.1f}  grad_norm {norm:.3f}  kl {kl:z.4f}  clip {clip:.3f}  "
+                       f"{time.perf_counter() - step_started:.1f} s")
+            if step % 5 == 0:
+                tqdm.write(f"  {texts[0]!r} reward {rewards[0, 0]:.0f}")
+            if not rewards.any():
+                tqdm.write("  no reward in this step. If it stays so: more --sft_steps, or a larger --model")
+    except KeyboardInterrupt:
+        print("interrupted: no more training")
+    finally:  # also after an error: what was trained is kept
+        if config.save:
+            save(policy, tokenizer, config.save)
+    results["after"] = evaluate(policy, tokenizer, problems, config)
+    print("---", *(f"{key}_{when}: {r[key]}" for key in results["before"] for when, r in results.items()), sep="\n")
+    print(f"seconds: {time.perf_counter() - started:.0f}\npeak_gb: {peak_gb(policy.device):.2f}")
+
+if __name__ == "__main__":
+    # A character that the console lacks must not end the run; a log file gets each line at once.
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    try:
+        main(Config(**vars(HfArgumentParser(Config).parse_args())))
+    except (ValueError, RuntimeError, OSError, KeyboardInterrupt) as error:
+        sys.exit(f"error: {' '.join(str(error).split()) or 'interrupted'}")
