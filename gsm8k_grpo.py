@@ -7,10 +7,10 @@ Shao et al. 2024 (arXiv:2402.03300), eq. 3 and 4; the problems: Cobbe et al. 202
 minimal_grpo.py's. New are the data, a reward that reads a number, `rollout` (one function for training and evaluation),
 `evaluate` with its error bars, and `micro_batches`, which lets one group after the other pass through the model.
 
-nanochat's chat_rl.py departs from GRPO as published in four points. The flags take this script to the same place, and
+nanochat's chat_rl.py departs from GRPO as published in four points. The flags take gsm8k_grpo.py to the same place, and
 gsm8k_grpo_autoresearch.py is what is then left (the two compute the same gradient, says a test):
 
-    point            GRPO as published                nanochat         here                   gsm8k_grpo_autoresearch.py
+    point            GRPO as published                nanochat         gsm8k_grpo.py          gsm8k_grpo_autoresearch.py
     reference        KL to a frozen first model       none             --beta 0               none
     ratio and clip   several updates per rollout      none: on policy  --inner_epochs 1       none
     mean             per completion, then over them   over tokens      over tokens            over tokens
@@ -276,6 +276,10 @@ def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_ma
     return logits.log_softmax(-1).gather(-1, completion_ids[:, :, None])[:, :, 0]
 
 # ---- 7. Loss ---------------------------------------------------------------------------------------------------------
+def masked_mean(x, mask):
+    """Mean of x over the slots with mask 1; 0 if there are none."""
+    return (x * mask).sum() / mask.sum().clamp(min=1)
+
 def group_advantages(rewards, scale_by_std=True):
     """(B, G) -> (B, G): (r - mean) / std, section 4.1.2 of the GRPO paper (the 1e-6 is ours), or r - mean."""
     scale = rewards.std(1, correction=0, keepdim=True) + 1e-6 if scale_by_std else 1
@@ -376,11 +380,11 @@ def main(config: Config) -> None:
                     old = old_logprobs.setdefault(i, logprobs.detach())
                     surrogate, clipped = clipped_surrogate(logprobs, old, part_advantages, config.clip)
                     kl = kl_to_reference(logprobs, ref_logprobs[i]) if config.beta > 0 else torch.zeros_like(logprobs)
-                    terms = torch.stack([surrogate + config.beta * kl, kl, clipped]) * part[-1]  # (3, n, T)
                     # The parts, however cut, add up to the mean over all tokens of the batch, skipped ones too.
-                    means = terms.sum((1, 2)) / mask.sum()
+                    share, terms = part[-1].sum() / mask.sum(), (surrogate + config.beta * kl, kl, clipped)
+                    means = [share * masked_mean(x, part[-1]) for x in terms]
                     means[0].backward()  # adds to the gradient; distributed training would average it afterwards
-                    metrics += means.detach()
+                    metrics += torch.stack(means).detach()
                 norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
                 optimizer.step()
             # 9.5 Print, of the last inner epoch

@@ -318,6 +318,10 @@ def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_ma
     return logits.log_softmax(-1).gather(-1, completion_ids[:, :, None])[:, :, 0]
 
 # ---- 7. Loss ---------------------------------------------------------------------------------------------------------
+def masked_mean(x, mask):
+    """Mean of x over the slots with mask 1; 0 if there are none."""
+    return (x * mask).sum() / mask.sum().clamp(min=1)
+
 def group_advantages(rewards, scale_by_std=True):
     """(B, G) -> (B, G): (r - mean) / std, section 4.1.2 of the GRPO paper (the 1e-6 is ours), or r - mean."""
     scale = rewards.std(1, correction=0, keepdim=True) + 1e-6 if scale_by_std else 1
@@ -398,7 +402,7 @@ def main(config: Config) -> None:
             for part, part_advantages in micro_batches(*prompts, ids, mask, advantages, config.micro_batch, True):
                 logprobs = token_logprobs(policy, *part)
                 # The parts, however cut, add up to the mean over all tokens of the batch, skipped ones too.
-                part_loss = -(part_advantages * logprobs * part[-1]).sum() / mask.sum()
+                part_loss = masked_mean(-part_advantages * logprobs, part[-1]) * part[-1].sum() / mask.sum()
                 part_loss.backward()  # adds to the gradient; distributed training would average it afterwards
                 loss += part_loss.detach()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)

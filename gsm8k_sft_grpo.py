@@ -48,7 +48,7 @@ class Config:
     eval_size: int = HfArg(default=200, help="problems evaluated, 0 for all; 200 give +-6.6 points at 35 percent")
     eval_samples: int = HfArg(default=0, help="samples per problem for pass@1 to pass@n; 0: greedy only")
     # SFT warm-up
-    sft_steps: int = HfArg(default=100, help="SFT steps, batch_size gold solutions each; 0: no warm-up")
+    sft_steps: int = HfArg(default=100, help="SFT steps, batch_size gold solutions each; 0: none")
     sft_lr: float = HfArg(default=1e-5, help="AdamW step size of the warm-up")
     # rollout
     steps: int = HfArg(default=100, help="GRPO steps, a rollout each")
@@ -402,11 +402,11 @@ def main(config: Config) -> None:
                     old = old_logprobs.setdefault(i, logprobs.detach())
                     surrogate, clipped = clipped_surrogate(logprobs, old, part_advantages, config.clip)
                     kl = kl_to_reference(logprobs, ref_logprobs[i]) if config.beta > 0 else torch.zeros_like(logprobs)
-                    terms = torch.stack([surrogate + config.beta * kl, kl, clipped]) * part[-1]  # (3, n, T)
                     # The parts, however cut, add up to the mean over all tokens of the batch, skipped ones too.
-                    means = terms.sum((1, 2)) / mask.sum()
+                    share, terms = part[-1].sum() / mask.sum(), (surrogate + config.beta * kl, kl, clipped)
+                    means = [share * masked_mean(x, part[-1]) for x in terms]
                     means[0].backward()  # adds to the gradient; distributed training would average it afterwards
-                    metrics += means.detach()
+                    metrics += torch.stack(means).detach()
                 norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
                 optimizer.step()
             # 9.5 Print, of the last inner epoch

@@ -1,6 +1,7 @@
 """Tiny random models, the scripts as modules, and a runner for their command lines. Nothing here needs the hub."""
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -15,8 +16,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ["minimal_sft", "minimal_dpo", "minimal_grpo", "minimal_ppo"]
-RL = ["minimal_grpo", "minimal_ppo"]
+TOY = ["minimal_sft", "minimal_dpo", "minimal_grpo", "minimal_ppo"]
+GSM8K = ["gsm8k_grpo", "gsm8k_sft_grpo", "gsm8k_grpo_autoresearch"]
+NAMES = TOY + GSM8K
+RL = ["minimal_grpo", "minimal_ppo", *GSM8K]
+CLIPPED = ["minimal_grpo", "minimal_ppo", "gsm8k_grpo", "gsm8k_sft_grpo"]
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -109,6 +113,39 @@ def tiny(tmp_path_factory):
     return folder
 
 
+def word_problem(i):
+    """A row in the form of GSM8K: calculator marks, and the gold number behind ####."""
+    return {
+        "question": f"Ann has {i} pens and buys 2. How many?",
+        "answer": f"She has {i}+2=<<{i}+2={i + 2}>>{i + 2} pens.\n#### {i + 2:,}",
+    }
+
+
+def write_rows(folder, train=520, test=7):
+    """train.jsonl and test.jsonl in the folder; returns it."""
+    folder.mkdir(exist_ok=True)
+    for split, count in (("train", train), ("test", test)):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(word_problem(i)) + "\n" for i in range(count)))
+    return folder
+
+
+# Settings that make a run on a tiny model short, by script.
+SMALL = {name: {"steps": 2, "batch_size": 4} for name in TOY} | {
+    name: {"batch_size": 4, "group_size": 2, "max_new_tokens": 12, "eval_size": 5} for name in GSM8K
+}
+SMALL["gsm8k_grpo"] |= {"steps": 2}
+SMALL["gsm8k_sft_grpo"] |= {"steps": 2, "sft_steps": 1}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def rows(tmp_path_factory):
+    """Folder of 520 + 7 word problems, and the GSM8K scripts' --data."""
+    folder = write_rows(tmp_path_factory.mktemp("rows") / "gsm8k")
+    for name in GSM8K:
+        SMALL[name]["data"] = str(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def smollm2():
     """Folder of SmolLM2-135M-Instruct, built once."""
@@ -133,6 +170,11 @@ def run(name, *flags, folder=None, check=True, **extra):
     )
     assert not check or done.returncode == 0, done.stderr
     return done
+
+
+def flags(name, **knobs):
+    """The small settings of a script as flags of its command line."""
+    return [part for key, value in (SMALL[name] | knobs).items() for part in (f"--{key}", str(value))]
 
 
 def summary(output):

@@ -1,24 +1,49 @@
 """The scripts as people run them: a process of their own, a tiny model, a few steps, on CPU, without the hub."""
 
+import itertools
 import math
 import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from conftest import NAMES, RL, ROOT, SCRIPTS, environment, make_model, make_tokenizer, run, steps, summary
+from conftest import (
+    CLIPPED,
+    GSM8K,
+    NAMES,
+    RL,
+    ROOT,
+    SCRIPTS,
+    SMALL,
+    environment,
+    flags,
+    make_model,
+    make_tokenizer,
+    run,
+    steps,
+    summary,
+)
 from transformers import AutoModelForCausalLM
 
 FRACTION = re.compile(r"^(\d\.\d{3}) \((\d+)/(\d+)\)$")
-SMALL = ["--steps", 2, "--batch_size", 3]
-METRICS = {
+GRPO = ["loss", "reward", "flat", "length", "grad_norm", "kl", "clip"]
+METRICS = {  # of a run's last step
     "minimal_sft": ["loss", "grad_norm"],
     "minimal_dpo": ["loss", "grad_norm", "chosen", "rejected", "margin", "accuracy"],
     "minimal_grpo": ["loss", "reward", "length", "grad_norm", "kl", "clip"],
     "minimal_ppo": ["loss", "reward", "length", "grad_norm", "kl", "clip", "value", "value_loss"],
+    "gsm8k_grpo": GRPO,
+    "gsm8k_sft_grpo": GRPO,
+    "gsm8k_grpo_autoresearch": GRPO[:5],
 }
+STEPS = {name: ["step 1/2", "step 2/2"] for name in NAMES}
+STEPS["gsm8k_sft_grpo"] = ["step 1/1", "step 1/2", "step 2/2"]
+BEFORE = dict.fromkeys(NAMES, "accuracy_before") | {"gsm8k_grpo_autoresearch": None}
+AFTER = dict.fromkeys(NAMES, "accuracy_after") | {"gsm8k_grpo_autoresearch": "val_acc"}
 
 
 def metrics(line):
@@ -27,40 +52,54 @@ def metrics(line):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lone_copy_runs_from_another_folder_and_prints_everything(name, tiny, tmp_path, capsys):
-    done = run(name, "--model", tiny, *SMALL, "--save", tmp_path / "out" / "trained", folder=tmp_path)
+    budget = {"minutes": 1e-3} if name == "gsm8k_grpo_autoresearch" else {}
+    save = tmp_path / "out" / "trained"
+    done = run(name, "--model", tiny, *flags(name, batch_size=3, **budget), "--save", save, folder=tmp_path)
     head, _, rest = done.stdout.partition("one row as loss mask and token:")
     for shown in (f"{name}.py", str(tiny), "cpu", "float32", f"{make_model().num_parameters():,}"):
         assert shown in head
     row = rest.splitlines()[0]
-    assert row.index("0 '<|im_start|>'") < row.index("  1 '")
+    assert row.index("0 '<|im_start|>'") < row.index("  1 '") and "0 '<|pad|>'  0 '<|im_start|>'" not in row
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert [line.split("  ")[0] for line in lines] == ["step 1/2", "step 2/2"]
+    assert [line.split("  ")[0] for line in lines][:1] == ["step 1"] if budget else STEPS[name]
+    assert list(metrics(lines[-1])) == METRICS[name]
     for line in lines:
-        assert list(metrics(line)) == METRICS[name] and re.search(r"  \d+\.\d s$", line)
-        assert all(math.isfinite(value) for value in metrics(line).values())
-    result = summary(done.stdout)
-    for key in ("accuracy_before", "accuracy_after") + (("pair_accuracy",) if name == "minimal_dpo" else ()):
-        share, count, total = FRACTION.match(result[key]).groups()
-        assert int(total) == 20 and float(share) == pytest.approx(int(count) / 20, abs=5e-4)
+        assert re.search(r"  \d+\.\d s$", line) and all(math.isfinite(value) for value in metrics(line).values())
+    result, total = summary(done.stdout), 5 if name in GSM8K else 20
+    counts = [key for key in result if "accuracy" in key or key == "val_acc"]
+    assert counts == {
+        "minimal_dpo": ["accuracy_before", "accuracy_after", "pair_accuracy"],
+        "gsm8k_sft_grpo": ["accuracy_before", "accuracy_sft", "accuracy_after"],
+        "gsm8k_grpo_autoresearch": ["val_acc"],
+    }.get(name, ["accuracy_before", "accuracy_after"])
+    for key in counts:
+        share, count, of = FRACTION.match(result[key]).groups()
+        assert int(of) == total and float(share) == pytest.approx(int(count) / total, abs=5e-4)
     assert float(result["seconds"]) >= 0 and float(result["peak_gb"]) > 0.01
     assert "evaluate" in done.stderr  # the bar
     assert "Warning" not in done.stderr
     # What was saved is one whole folder that the script takes as --model.
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["trained"]
     again = train(name, tmp_path / "out" / "trained", capsys, batch_size=3)
-    assert summary(again)["accuracy_before"] == result["accuracy_after"]
+    assert BEFORE[name] is None or summary(again)[BEFORE[name]] == result[AFTER[name]]
 
 
-def train(name, folder, capsys, **knobs):
-    """Run main in this process on the model in the folder; its whole output."""
+TWO_STEPS = SimpleNamespace(count=lambda start: iter((start, start + 1)))
+
+
+def train(name, folder, capsys, itertools=TWO_STEPS, **knobs):
+    """Run main in this process on the model in the folder, autoresearch for 2 steps; its whole output."""
     script = SCRIPTS[name]
-    script.main(script.Config(**{"model": str(folder), "device": "cpu", "steps": 2, "batch_size": 4, **knobs}))
+    config = script.Config(**{"model": str(folder), "device": "cpu", **SMALL[name], **knobs})
+    with mock.patch.object(script, "itertools", itertools, create=True):
+        script.main(config)
     return capsys.readouterr().out
 
 
-def trained(*args, **knobs):
-    """Run main in this process; its metrics, one dict per step."""
-    return [metrics(line) for line in train(*args, **knobs).splitlines() if line.startswith("step ")]
+def trained(name, *args, **knobs):
+    """Run main in this process; its metrics, one dict per step, without those of an SFT warm-up."""
+    shown = [metrics(line) for line in train(name, *args, **knobs).splitlines() if line.startswith("step ")]
+    return [step for step in shown if "reward" in step or name not in RL]
 
 
 @pytest.fixture
@@ -73,17 +112,17 @@ def rewarded(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_same_seed_same_metrics_another_seed_others(name, tiny, capsys, rewarded):
     first, again, other = (steps(train(name, tiny, capsys, seed=seed, lr=1e-3)) for seed in (1, 1, 2))
-    assert first == again != other and len(first) == 2
+    assert first == again != other and len(first) == len(STEPS[name])
 
 
 @pytest.mark.parametrize("name", RL)
 def test_evaluation_leaves_the_random_state_as_it_found_it(name, tiny, capsys, rewarded, monkeypatch):
     plain = trained(name, tiny, capsys, lr=1e-3)
-    monkeypatch.setattr(SCRIPTS[name], "evaluate", lambda *args: "0.000 (0/20)")
+    monkeypatch.setattr(SCRIPTS[name], "evaluate", lambda *args: {"accuracy": "-"} if name in GSM8K else "-")
     assert trained(name, tiny, capsys, lr=1e-3) == plain
 
 
-@pytest.mark.parametrize("name", RL)
+@pytest.mark.parametrize("name", CLIPPED)
 def test_ratio_moves_and_clip_fires_in_the_second_epoch_and_never_in_the_only_one(name, tiny, capsys, rewarded):
     two = trained(name, tiny, capsys, inner_epochs=2, lr=1e-2)
     assert max(step["clip"] for step in two) > 0
@@ -91,13 +130,13 @@ def test_ratio_moves_and_clip_fires_in_the_second_epoch_and_never_in_the_only_on
     assert all(step["clip"] == 0 for step in one)
 
 
-@pytest.mark.parametrize("name", RL)
+@pytest.mark.parametrize("name", CLIPPED)
 def test_first_step_has_no_kl_and_later_ones_do(name, tiny, capsys, rewarded):
     kls = [step["kl"] for step in trained(name, tiny, capsys, inner_epochs=1, lr=1e-2)]
     assert kls[0] == 0 and kls[1] > 0
 
 
-@pytest.mark.parametrize("name", RL)
+@pytest.mark.parametrize("name", ["minimal_grpo", "minimal_ppo", "gsm8k_grpo"])
 def test_beta_0_loads_no_reference(name, tiny, capsys, rewarded, monkeypatch):
     script, loaded = SCRIPTS[name], []
     load = script.load
@@ -109,7 +148,7 @@ def test_beta_0_loads_no_reference(name, tiny, capsys, rewarded, monkeypatch):
     assert len(loaded) == (3 if name == "minimal_ppo" else 2)
 
 
-@pytest.mark.parametrize("name", ["minimal_dpo", *RL])
+@pytest.mark.parametrize("name", ["minimal_dpo", "minimal_grpo", "minimal_ppo", "gsm8k_grpo"])
 def test_reference_shares_nothing_with_the_policy_and_never_moves(name, tiny, capsys, rewarded, monkeypatch):
     script, loaded = SCRIPTS[name], []
     load = script.load
@@ -155,7 +194,8 @@ def test_dpo_starts_at_log_2_with_margin_0(tiny, capsys):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_zero_learning_rate_changes_nothing(name, tiny, tmp_path, capsys, rewarded):
-    train(name, tiny, capsys, lr=0.0, save=str(tmp_path / "same"))
+    sft = {"sft_lr": 0.0} if name == "gsm8k_sft_grpo" else {}
+    train(name, tiny, capsys, lr=0.0, **sft, save=str(tmp_path / "same"))
     before, after = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (tiny, tmp_path / "same"))
     assert all(torch.equal(before[key], after[key]) for key in before)
 
@@ -170,7 +210,7 @@ def test_gpt2_base_model_without_template_and_pad_token(name, tmp_path, capsys):
 @pytest.mark.parametrize("name", RL)
 def test_run_that_earns_nothing_says_so_and_what_to_do(name, tiny, capsys):
     output = train(name, tiny, capsys)
-    assert "minimal_sft.py" in output.partition("no reward")[2] and "--model" in output.partition("no reward")[2]
+    assert "sft" in output.partition("no reward")[2] and "--model" in output.partition("no reward")[2]
 
 
 @pytest.mark.parametrize("name", RL)
@@ -180,10 +220,8 @@ def test_run_that_earns_something_says_nothing(name, tiny, capsys, rewarded):
 
 NAN = float("nan")
 BAD = [
-    ("steps", 0),
-    ("steps", -1),
     ("batch_size", 0),
-    ("batch_size", 81),
+    ("batch_size", 81),  # more than there are, in either task
     ("lr", NAN),
     ("lr", -1.0),
     ("max_new_tokens", 0),
@@ -194,11 +232,16 @@ BAD = [
     ("save", "/dev/null/model"),
     ("save", "/dev/null"),
 ]
+GRPO_BAD = [("group_size", 1), ("inner_epochs", 0), ("beta", -1.0), ("clip", -1.0), ("steps", 0)]
+GSM8K_BAD = [("split", "train"), ("data", "nowhere"), ("eval_size", -1), ("eval_samples", -1), ("micro_batch", -1)]
 BAD_ONLY = {
-    "minimal_sft": [],
-    "minimal_dpo": [("beta", 0.0)],
-    "minimal_grpo": [("group_size", 1), ("inner_epochs", 0), ("beta", -1.0), ("clip", -1.0)],
-    "minimal_ppo": [("inner_epochs", 0), ("beta", -1.0), ("critic_lr", NAN)],
+    "minimal_sft": [("steps", 0), ("steps", -1)],
+    "minimal_dpo": [("steps", 0), ("beta", 0.0)],
+    "minimal_grpo": GRPO_BAD,
+    "minimal_ppo": [("steps", 0), ("inner_epochs", 0), ("beta", -1.0), ("critic_lr", NAN)],
+    "gsm8k_grpo": GRPO_BAD + GSM8K_BAD,
+    "gsm8k_sft_grpo": GRPO_BAD + GSM8K_BAD + [("sft_steps", -1), ("sft_lr", NAN)],
+    "gsm8k_grpo_autoresearch": GSM8K_BAD + [("group_size", 1), ("minutes", -1.0), ("minutes", NAN)],
 }
 
 
@@ -212,17 +255,15 @@ def test_bad_input_is_refused_by_the_name_of_its_flag_before_any_training(name, 
 @pytest.mark.parametrize(
     "name, flags, named",
     [
-        ("minimal_sft", ["--steps", 0], "--steps"),
-        ("minimal_dpo", ["--beta", 0], "--beta"),
-        ("minimal_grpo", ["--group_size", 1], "--group_size"),
         ("minimal_ppo", ["--no_such_flag", 1], "--no_such_flag"),
-        ("minimal_sft", ["--model", "nobody/no-such-model"], "--model"),
         ("minimal_dpo", [], "local folder"),  # the default model, no network, an empty cache
         ("minimal_grpo", ["--save", "/dev/null/model"], "--save"),
+        ("gsm8k_grpo", [], "--data"),  # the default data, likewise
     ],
     ids=str,
 )
 def test_bad_input_ends_in_one_line_and_a_status(name, flags, named, tmp_path):
+    """The entry point, whose text is the same in every script; which inputs are bad is tested above."""
     done = run(name, *flags, folder=tmp_path, check=False, HF_HOME=str(tmp_path))
     assert done.returncode != 0 and "Traceback" not in done.stderr
     last = done.stderr.strip().splitlines()[-1]
@@ -248,20 +289,32 @@ def test_save_into_an_empty_folder_and_over_the_model_that_was_loaded(tmp_path, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ctrl_c_stops_training_then_evaluates_and_saves(name, tiny, tmp_path):
-    command = [
-        sys.executable,
-        "-u",
-        str(ROOT / f"{name}.py"),
-        "--model",
-        str(tiny),
-        "--steps",
-        "100000",
-        "--device",
-        "cpu",
-        "--save",
-        str(tmp_path / "kept"),
-    ]
+def test_ctrl_c_stops_training_then_evaluates_and_saves(name, tiny, tmp_path, capsys, monkeypatch, rewarded):
+    clip, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def press_ctrl_c(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 6:  # step 3 of 6, or before
+            signal.raise_signal(signal.SIGINT)
+        return clip(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", press_ctrl_c)
+    endless = {"minutes": 1e6} if name == "gsm8k_grpo_autoresearch" else {"steps": 100_000}
+    out = train(name, tiny, capsys, **endless, save=str(tmp_path / "kept"), itertools=itertools)
+    assert "interrupted" in out and FRACTION.match(summary(out)[AFTER[name]]) and 1 <= len(steps(out)) <= 6
+    assert (tmp_path / "kept" / "config.json").exists()
+
+
+def test_ctrl_c_in_the_warm_up_ends_training_as_well(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(SCRIPTS["gsm8k_sft_grpo"], "masked_mean", lambda *_: signal.raise_signal(signal.SIGINT))
+    out = train("gsm8k_sft_grpo", tiny, capsys)
+    assert "interrupted" in out and not steps(out)
+    assert [key for key in summary(out) if "accuracy" in key] == ["accuracy_before", "accuracy_after"]
+
+
+def test_ctrl_c_from_outside(tiny, tmp_path):
+    command = [sys.executable, str(ROOT / "minimal_grpo.py"), "--model", str(tiny), "--device", "cpu"]
+    command += ["--steps", "100000", "--save", str(tmp_path / "kept")]
     process = subprocess.Popen(
         command,
         env=environment(),
@@ -276,13 +329,12 @@ def test_ctrl_c_stops_training_then_evaluates_and_saves(name, tiny, tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
-    assert "interrupted" in out and FRACTION.match(summary(out)["accuracy_after"])
-    assert (tmp_path / "kept" / "config.json").exists()
+    assert "interrupted" in out and "accuracy_after" in summary(out) and (tmp_path / "kept" / "config.json").exists()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient_that_is_not_finite_ends_training_before_the_step_and_keeps_the_weights(
-    name, tiny, tmp_path, monkeypatch
+    name, tiny, tmp_path, monkeypatch, capsys, rewarded
 ):
     script = SCRIPTS[name]
     logprobs, calls = script.token_logprobs, []
@@ -292,9 +344,8 @@ def test_gradient_that_is_not_finite_ends_training_before_the_step_and_keeps_the
         return logprobs(*args) * (float("inf") if len(calls) > 1 else 1)
 
     monkeypatch.setattr(script, "token_logprobs", broken)
-    config = script.Config(model=str(tiny), device="cpu", steps=5, batch_size=2, save=str(tmp_path / "kept"))
     with pytest.raises(RuntimeError):
-        script.main(config)
+        train(name, tiny, capsys, save=str(tmp_path / "kept"))
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "kept")
     assert all(p.isfinite().all() for p in saved.parameters())
 

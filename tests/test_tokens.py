@@ -93,7 +93,7 @@ def test_pad(script):
     assert ids.dtype == mask.dtype == torch.long
 
 
-@having("reward")
+@having("toy_data")
 @pytest.mark.parametrize(
     "completion, answer, expected",
     [
@@ -119,7 +119,7 @@ def test_toy_reward(script, completion, answer, expected):
     assert score == expected and isinstance(score, float)
 
 
-@having("reward")
+@having("toy_data")
 def test_reward_is_linear_in_the_length(script):
     assert script.reward("<answer>" * 20_000 + "</answer>" * 20_000, "2") == 0.0
 
