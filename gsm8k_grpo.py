@@ -1,20 +1,21 @@
 """GRPO on GSM8K: minimal_grpo.py on grade-school word problems, with an evaluation and an update that fits in memory.
 
     loss = mean over completion tokens of  -min(ratio * A, clip(ratio, 1 - c, 1 + c) * A) + beta * KL(policy, reference)
-    ratio = p(token) / p_old(token),  advantage A = (r - mean(r)) / std(r) over the G rewards r of one prompt
+    ratio = p(token) / p_old(token),  advantage A = (r - mean(r)) / std(r) over a prompt's G rewards r,  c = --clip
 
-Shao et al. 2024 (arXiv:2402.03300), eq. 3 and 4; the problems: Cobbe et al. 2021 (arXiv:2110.14168). The loss is
-minimal_grpo.py's. New are the data, a reward that reads a number, `rollout` (one function for training and evaluation),
-`evaluate` with its error bars, and `micro_batches`, which lets one group after the other pass through the model.
+Shao et al. 2024 (arXiv:2402.03300), eq. 3 and 4, but for the mean (see the table); the problems: Cobbe et al. 2021
+(arXiv:2110.14168). The loss is minimal_grpo.py's. New are the data, a reward that reads a number, `rollout` (the same
+for training and evaluation), `evaluate` with its error bars, and `micro_batches`, which lets one group after the other
+pass through the model.
 
-nanochat's chat_rl.py departs from GRPO as published in four points. The flags take gsm8k_grpo.py to the same place, and
+nanochat's chat_rl.py departs from GRPO as published in four points. Three flags take gsm8k_grpo.py there as well, and
 gsm8k_grpo_autoresearch.py is what is then left (the two compute the same gradient, says a test):
 
-    point            GRPO as published                nanochat         gsm8k_grpo.py          gsm8k_grpo_autoresearch.py
-    reference        KL to a frozen first model       none             --beta 0               none
-    ratio and clip   several updates per rollout      none: on policy  --inner_epochs 1       none
-    mean             per completion, then over them   over tokens      over tokens            over tokens
-    advantage        (r - mean) / std                 r - mean         --scale_by_std false   r - mean
+    point            GRPO as published                nanochat          gsm8k_grpo.py          ..._autoresearch.py
+    reference        KL to a frozen first model       none              --beta 0               none
+    ratio and clip   several updates per rollout      none: on policy   --inner_epochs 1       none
+    mean             per completion, then over them   tokens of a pass  tokens of the batch    tokens of the batch
+    advantage        (r - mean) / std                 r - mean          --scale_by_std false   r - mean
 
 Left out, each named where it would go: a trained reward model, vLLM rollouts, distributed training.
 
@@ -90,6 +91,8 @@ def gsm8k(config) -> tuple[list, list]:
 
     The last 500 training rows are the val split. Raises ValueError that names the flag and the malformed row.
     """
+    if config.split not in ("val", "test"):
+        raise ValueError(f"--split {config.split}: must be val or test")
     rows = {"train": [], "test": []}
     for split, parsed in rows.items():
         try:
@@ -105,18 +108,17 @@ def gsm8k(config) -> tuple[list, list]:
                     raise ValueError(f"no number behind ####: {answer!r}")
                 parsed.append((row["question"].strip(), solution + boxed, answer.strip()))
         except Exception as error:  # hub, files, JSON, columns: each raises a kind of its own
-            place = f"{config.data}, {split}.jsonl line {len(parsed) + 1}" if config.data else "FOLDER needs no hub"
+            place = f"{config.data}, {split}.jsonl line {len(parsed) + 1}" if config.data else "FOLDER works offline"
             raise ValueError(f"--data {place}: {error!r}") from error
-    train, splits = rows["train"][:-500], {"val": rows["train"][-500:], "test": rows["test"]}
+    train, problems = rows["train"][:-500], rows["test"] if config.split == "test" else rows["train"][-500:]
     if len(train) < config.batch_size or not rows["test"]:
-        raise ValueError(f"--data {config.data}: needs 500 rows to validate, 1 to test and --batch_size to train on")
-    if config.split not in splits:
-        raise ValueError(f"--split {config.split}: must be val or test")
-    return train, splits[config.split][:config.eval_size or None]
+        raise ValueError(f"--data {config.data}: {len(rows['train'])} training rows, 500 of them to validate, are too "
+                         f"few for --batch_size {config.batch_size}; or there is no test row")
+    return train, problems[:config.eval_size or None]
 
 def extract_answer(text: str) -> str | None:
     r"""The number in the last closed \boxed{...}, without commas; None unless that holds exactly one number."""
-    opened, box = [], slice(0)
+    opened, box = [], slice(0)  # an empty text until a box is closed
     for mark in re.finditer(r"\\boxed\s*\{|[{}]", text):
         if mark[0] != "}":
             opened.append(mark)
@@ -188,7 +190,7 @@ def show_row(tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask
     print("one row as loss mask and token:", *(f"{m} {tokenizer.decode(i)!r}" for m, i in row), sep="  ")
 
 def micro_batches(prompt_ids, prompt_mask, completion_ids, completion_mask, advantages, rows, skip_flat):
-    """Parts of `rows` completions of one prompt (0: its whole group), similar in length, without surplus padding.
+    """Parts of `rows` completions of one prompt (0: its whole group), sorted by length so that each pads little.
 
     advantages (B, G). A list of ((prompt_ids (1, P), prompt_mask, completion_ids (n, T), completion_mask), advantages
     (n, 1)). With skip_flat, groups without advantage are left out.
@@ -313,14 +315,14 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def evaluate(model, tokenizer, problems, config) -> dict[str, str]:
     """Greedy accuracy with its standard error and 95% interval, share cut off by the length limit, mean length, pass@k.
 
-    Training with a counter in the place of the gradient: the same rollout. Leaves the random state as it found it.
+    The training loop's rollout with a counter in the place of the gradient. Leaves the random state as it found it.
     """
     solved, cut_off, tokens, counts, n = 0, 0, 0, [], config.eval_samples
     stops = torch.tensor(stop_ids(model, tokenizer), device=model.device)
-    chunk = max(1, config.batch_size * config.group_size // max(1, n))  # problems; no more rows than a training step
+    chunk = max(1, config.batch_size * config.group_size // max(1, n))  # problems: about the rows of a training step
     cuda = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(cuda), tqdm(total=len(problems), desc="evaluate", leave=False) as bar:
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # pass@k of two models by the same draws
         for i in range(0, len(problems), chunk):
             part = problems[i:i + chunk]
             _, ids, mask, _, rewards = rollout(model, tokenizer, part, 1, config, greedy=True)
@@ -380,9 +382,9 @@ def main(config: Config) -> None:
                     old = old_logprobs.setdefault(i, logprobs.detach())
                     surrogate, clipped = clipped_surrogate(logprobs, old, part_advantages, config.clip)
                     kl = kl_to_reference(logprobs, ref_logprobs[i]) if config.beta > 0 else torch.zeros_like(logprobs)
-                    # The parts, however cut, add up to the mean over all tokens of the batch, skipped ones too.
-                    share, terms = part[-1].sum() / mask.sum(), (surrogate + config.beta * kl, kl, clipped)
-                    means = [share * masked_mean(x, part[-1]) for x in terms]
+                    # Its share of all tokens, those of skipped groups too: the parts add up to the batch's token mean.
+                    part_mask, share = part[-1], part[-1].sum() / mask.sum()
+                    means = [share * masked_mean(x, part_mask) for x in (surrogate + config.beta * kl, kl, clipped)]
                     means[0].backward()  # adds to the gradient; distributed training would average it afterwards
                     metrics += torch.stack(means).detach()
                 norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)

@@ -4,17 +4,17 @@
     advantage A = r - mean(r) over the G rewards r of one prompt
 
 Williams 1992 (REINFORCE, with a baseline) on the problems of Cobbe et al. 2021 (arXiv:2110.14168). No reference, KL,
-ratio, clip, z-score or temperature schedule. Training ends after --minutes of wall-clock time, so that every idea pays
-for what it costs.
+ratio, clipped ratio, z-score or temperature schedule. Training ends after --minutes of wall-clock time, so that every
+idea pays for what it costs.
 
-nanochat's chat_rl.py departs from GRPO as published in four points. The flags take gsm8k_grpo.py to the same place, and
+nanochat's chat_rl.py departs from GRPO as published in four points. Three flags take gsm8k_grpo.py there as well, and
 gsm8k_grpo_autoresearch.py is what is then left (the two compute the same gradient, says a test):
 
-    point            GRPO as published                nanochat         gsm8k_grpo.py          gsm8k_grpo_autoresearch.py
-    reference        KL to a frozen first model       none             --beta 0               none
-    ratio and clip   several updates per rollout      none: on policy  --inner_epochs 1       none
-    mean             per completion, then over them   over tokens      over tokens            over tokens
-    advantage        (r - mean) / std                 r - mean         --scale_by_std false   r - mean
+    point            GRPO as published                nanochat          gsm8k_grpo.py          ..._autoresearch.py
+    reference        KL to a frozen first model       none              --beta 0               none
+    ratio and clip   several updates per rollout      none: on policy   --inner_epochs 1       none
+    mean             per completion, then over them   tokens of a pass  tokens of the batch    tokens of the batch
+    advantage        (r - mean) / std                 r - mean          --scale_by_std false   r - mean
 
 Left out, each named where it would go: a trained reward model, vLLM rollouts, distributed training.
 
@@ -22,51 +22,60 @@ Run: uv run gsm8k_grpo_autoresearch.py
 Glossary: B prompts, G completions per prompt, N = B*G rows, P prompt length, T completion length, V vocabulary size;
 rollout: a batch of sampled completions.
 
-PROTOCOL: for an agent that improves this file by experiments, alone and overnight, as in karpathy/autoresearch.
+PROTOCOL for an agent that improves this file by experiments, alone and overnight, as in karpathy/autoresearch.
 
-The goal is the highest val_acc after 20 minutes of training, on one machine, with --model and --data as you were given
-them. RUN stands for `uv run gsm8k_grpo_autoresearch.py` with those flags and nothing else but --seed.
+The goal is the highest val_acc after 20 minutes of training, on one machine that does nothing else. RUN stands for `uv
+run gsm8k_grpo_autoresearch.py` with the --model, --data and --device that a person gave you, and --seed. New settings
+become defaults in Config. The repository's tests compare the copies of functions: do not run them here.
 
-Frozen, because a number that is measured differently is no better or worse:
- - the data: `gsm8k`, its split, the first 200 validation problems (--split val, --eval_size 200), SYSTEM;
- - the judge: `extract_answer`, `reward`, `evaluate`, `pass_at_k`, and in evaluation `sample`, greedy, up to 512 tokens
-   (an experiment with another length in training gives `evaluate` a config that still says 512);
- - the budget (--minutes 20, counted as it is now), the starting --model, the machine, float32, the installed packages;
- - the summary behind `---`. Training never touches a validation or test problem. The test split is not looked at.
-Free: all that happens between the training rows and optimizer.step(). Loss, advantages, baseline, how training samples,
-which problems and how many, group size, batch size, learning rate and its schedule, optimizer, code that is faster.
+Frozen, because a number that is measured differently cannot be compared:
+ - the data: `gsm8k`, its split, the first 200 validation problems (--split val, --eval_size 200). The training rows,
+   with their gold solutions, are all there is to learn from: no other dataset, model or file, and nothing of an earlier
+   run. Validation problems are neither trained on nor chosen by; the test split is not looked at;
+ - the judge: SYSTEM, `encode_prompt`, `extract_answer`, `reward`, `pass_at_k`, `evaluate` and all that it calls, once,
+   at the end, in float32, with the config's batch_size, group_size and max_new_tokens as they are now. An experiment
+   that changes one of these for training gives `evaluate` a dataclasses.replace(config, ...) with the old values, and a
+   new way to sample is a new function beside `sample`;
+ - the budget: --minutes 20. Whatever computes, but for loading and that last evaluation, is inside it;
+ - the starting --model, the installed packages, the summary behind `---`.
+Free: all else between the training rows and optimizer.step(). Loss, advantages, baseline, how training samples, which
+problems and how many, group size, batch size, learning rate and its schedule, optimizer, precision, faster code.
 
 Setup, once:
- 1. Start from a clean checkout on a new branch, autoresearch/DATE. Read this file whole.
- 2. Create results.tsv, tab-separated, never committed (add it and *.log to .git/info/exclude), with the header
-    commit  seed  val_acc  val_se  steps  peak_gb  status  description
- 3. Run the unchanged file with --seed 0 and --seed 1; log both as `baseline`. They are the first best, and their
-    difference is a first look at the noise.
+ 1. Start from a clean checkout, on a new branch autoresearch/DATE. Read this file whole.
+ 2. Create results.tsv, tab-separated, with the header
+    commit  seed  val_acc  val_se  steps  train_seconds  peak_gb  status  description
+    It and run.log are never committed: add both to the file that `git rev-parse --git-path info/exclude` prints.
+ 3. RUN with --seed 0 and with --seed 1, unchanged; log both as `baseline`. This is the first BEST: its commit, its two
+    val_acc, its val_se (of seed 0). How far the two seeds lie apart is a first look at the noise. If a run earns no
+    reward at all or takes hours, there is nothing to improve: stop and say so. LIMIT is the longer run's `seconds` plus
+    600.
 
 One experiment, over and over:
  1. Choose one idea. One change per experiment, or its result cannot be told from that of the other change.
  2. Edit this file alone. Commit, with the idea as the message.
- 3. RUN --seed 0 > run.log 2>&1
- 4. grep -E "^(val_acc|val_se|steps|train_seconds|peak_gb):" run.log. If that finds nothing, it crashed: tail run.log.
- 5. Append one row to results.tsv: short commit hash, seed, val_acc and val_se as printed, steps, peak_gb, status (see
-    below), and what was tried in a few words. Rejected ideas and crashes get their row too.
- 6. Keep or revert:
-    - val_acc above the best's (both with seed 0) by more than val_se: it may be luck, the more so the more ideas were
-      tried. Run again with --seed 1, log it. Keep if the mean over both seeds beats the best's by more than val_se
-      (else revert). val_se is 3.4 points for 200 problems at 35%. At 0 or 1 it prints 0: go by val_interval.
-    - within val_se of the best, either way: no difference was seen. Simplicity decides. Keep only if the file became
-      shorter or plainer, after a second seed has confirmed it; revert if it grew.
-    - below by more than val_se: revert.
-    Revert: git reset --hard HEAD~1. Keep: this commit and its two seeds are the new best.
-    status is one of baseline, candidate (passed with seed 0, second seed to come), keep, revert, crash.
- 7. A crash is an exit status other than 0, no val_acc, or a run that has not ended 30 minutes after its training should
-    have: kill it. A slip (a typo, a forgotten import, out of memory by a little) may be mended and run again, twice at
-    most. Otherwise log val_acc 0.000 and `crash`, revert, go on.
-Peak memory may grow for a real gain, not without one. Nobody answers questions at night: do not ask, go on until
-stopped. Out of ideas, read the log for near misses, combine two keepers, try the opposite, delete something.
+ 3. timeout LIMIT RUN --seed 0 > run.log 2>&1, in the background if your shell does not wait that long.
+ 4. grep -E "^(val_acc|val_se|steps|train_seconds|seconds|peak_gb):" run.log. It crashed if the exit status is not 0, if
+    val_acc is missing, or if train_seconds is above 1260. A slip (a typo, a forgotten import) may be mended, with git
+    commit --amend, and run again, twice at most: tail run.log, and for the traceback call main(Config(...)) from
+    Python. Otherwise log val_acc 0.000 and `crash`, revert, go on.
+ 5. Append a row to results.tsv: short hash, seed, the numbers as printed, status, and the idea in a few words. Rejected
+    ideas get their row too: it is all that is left of them.
+ 6. Decide by the difference to BEST's val_acc of the same seed. It counts only beyond val_se (3.4 points for 200
+    problems at 35%): up to one in four ideas without any effect gets there by luck, so a winner is run again with
+    --seed 1.
+    - above by more than val_se: status `candidate`. RUN --seed 1. Above BEST's by more than val_se again:
+      `keep`, else `revert`.
+    - within val_se: nothing was seen, and simplicity decides. If the file became shorter or plainer, RUN --seed 1;
+      within val_se or above again: `keep`. If it grew: `revert`. So a deletion that costs nothing is a success.
+    - below by more than val_se, in either run: `revert`.
+    keep: this commit and its numbers are the new BEST, except that a kept deletion leaves BEST's two val_acc as they
+    are, or many small losses would add up. revert: git reset --hard to BEST's commit.
+Peak memory may grow by half for a gain, not without one. Nobody answers questions at night: do not ask, go on until
+stopped. Out of ideas, read results.tsv for near misses, combine two of them, try the opposite, delete something.
 
-Once, when a person ends the loop: the baseline and the last best, each with --split test --eval_size 0 and both seeds.
-These numbers are reported, whatever they are; nothing is chosen by them.
+Once, when a person ends the loop: RUN --split test --eval_size 0 with both seeds, on the first commit and on BEST, and
+grep test_acc. They are reported whatever they are, and nothing is chosen by them.
 """
 
 import inspect
@@ -132,6 +141,8 @@ def gsm8k(config) -> tuple[list, list]:
 
     The last 500 training rows are the val split. Raises ValueError that names the flag and the malformed row.
     """
+    if config.split not in ("val", "test"):
+        raise ValueError(f"--split {config.split}: must be val or test")
     rows = {"train": [], "test": []}
     for split, parsed in rows.items():
         try:
@@ -147,18 +158,17 @@ def gsm8k(config) -> tuple[list, list]:
                     raise ValueError(f"no number behind ####: {answer!r}")
                 parsed.append((row["question"].strip(), solution + boxed, answer.strip()))
         except Exception as error:  # hub, files, JSON, columns: each raises a kind of its own
-            place = f"{config.data}, {split}.jsonl line {len(parsed) + 1}" if config.data else "FOLDER needs no hub"
+            place = f"{config.data}, {split}.jsonl line {len(parsed) + 1}" if config.data else "FOLDER works offline"
             raise ValueError(f"--data {place}: {error!r}") from error
-    train, splits = rows["train"][:-500], {"val": rows["train"][-500:], "test": rows["test"]}
+    train, problems = rows["train"][:-500], rows["test"] if config.split == "test" else rows["train"][-500:]
     if len(train) < config.batch_size or not rows["test"]:
-        raise ValueError(f"--data {config.data}: needs 500 rows to validate, 1 to test and --batch_size to train on")
-    if config.split not in splits:
-        raise ValueError(f"--split {config.split}: must be val or test")
-    return train, splits[config.split][:config.eval_size or None]
+        raise ValueError(f"--data {config.data}: {len(rows['train'])} training rows, 500 of them to validate, are too "
+                         f"few for --batch_size {config.batch_size}; or there is no test row")
+    return train, problems[:config.eval_size or None]
 
 def extract_answer(text: str) -> str | None:
     r"""The number in the last closed \boxed{...}, without commas; None unless that holds exactly one number."""
-    opened, box = [], slice(0)
+    opened, box = [], slice(0)  # an empty text until a box is closed
     for mark in re.finditer(r"\\boxed\s*\{|[{}]", text):
         if mark[0] != "}":
             opened.append(mark)
@@ -230,7 +240,7 @@ def show_row(tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask
     print("one row as loss mask and token:", *(f"{m} {tokenizer.decode(i)!r}" for m, i in row), sep="  ")
 
 def micro_batches(prompt_ids, prompt_mask, completion_ids, completion_mask, advantages, rows, skip_flat):
-    """Parts of `rows` completions of one prompt (0: its whole group), similar in length, without surplus padding.
+    """Parts of `rows` completions of one prompt (0: its whole group), sorted by length so that each pads little.
 
     advantages (B, G). A list of ((prompt_ids (1, P), prompt_mask, completion_ids (n, T), completion_mask), advantages
     (n, 1)). With skip_flat, groups without advantage are left out.
@@ -342,14 +352,14 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def evaluate(model, tokenizer, problems, config) -> dict[str, str]:
     """Greedy accuracy with its standard error and 95% interval, share cut off by the length limit, mean length, pass@k.
 
-    Training with a counter in the place of the gradient: the same rollout. Leaves the random state as it found it.
+    The training loop's rollout with a counter in the place of the gradient. Leaves the random state as it found it.
     """
     solved, cut_off, tokens, counts, n = 0, 0, 0, [], config.eval_samples
     stops = torch.tensor(stop_ids(model, tokenizer), device=model.device)
-    chunk = max(1, config.batch_size * config.group_size // max(1, n))  # problems; no more rows than a training step
+    chunk = max(1, config.batch_size * config.group_size // max(1, n))  # problems: about the rows of a training step
     cuda = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(cuda), tqdm(total=len(problems), desc="evaluate", leave=False) as bar:
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # pass@k of two models by the same draws
         for i in range(0, len(problems), chunk):
             part = problems[i:i + chunk]
             _, ids, mask, _, rewards = rollout(model, tokenizer, part, 1, config, greedy=True)
@@ -396,18 +406,19 @@ def main(config: Config) -> None:
             if step == 1:
                 show_row(tokenizer, *prompts, ids, mask)
             advantages = group_advantages(rewards, scale_by_std=False)  # (B, G): r - mean
-            # 9.4 Update. A group of equal rewards has no gradient, and costs no pass.
+            # 9.4 Update. A group of equal rewards has no gradient and costs no pass. All flat: AdamW does nothing.
             optimizer.zero_grad()
             loss = torch.zeros((), device=policy.device)
             for part, part_advantages in micro_batches(*prompts, ids, mask, advantages, config.micro_batch, True):
                 logprobs = token_logprobs(policy, *part)
-                # The parts, however cut, add up to the mean over all tokens of the batch, skipped ones too.
-                part_loss = masked_mean(-part_advantages * logprobs, part[-1]) * part[-1].sum() / mask.sum()
+                # Its share of all tokens, those of skipped groups too: the parts add up to the batch's token mean.
+                part_mask, share = part[-1], part[-1].sum() / mask.sum()
+                part_loss = share * masked_mean(-part_advantages * logprobs, part_mask)
                 part_loss.backward()  # adds to the gradient; distributed training would average it afterwards
                 loss += part_loss.detach()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
             optimizer.step()
-            steps = step
+            steps = step  # finished ones
             # 9.5 Print
             flat = (advantages == 0).all(1).float().mean()
             tqdm.write(f"step {step}  loss {loss:z.4f}  reward {rewards.mean():.3f}  flat {flat:.3f}  "

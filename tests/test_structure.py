@@ -149,9 +149,9 @@ SIZES = {
     "minimal_dpo": (188, 279),
     "minimal_grpo": (201, 297),
     "minimal_ppo": (218, 313),
-    "gsm8k_grpo": (284, 414),
-    "gsm8k_sft_grpo": (308, 436),
-    "gsm8k_grpo_autoresearch": (270, 393),
+    "gsm8k_grpo": (285, 416),
+    "gsm8k_sft_grpo": (309, 438),
+    "gsm8k_grpo_autoresearch": (272, 395),
 }
 
 
