@@ -20,7 +20,6 @@ import copy
 import inspect
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -73,11 +72,14 @@ def check(config: Config) -> None:
         low, high = RANGES.get(flag, (0, 10**9))
         if isinstance(value, (int, float)) and not low <= value <= high:  # nan fails too
             raise ValueError(f"--{flag} {value}: must be from {low} to {high}")
-    target = Path(config.save).absolute()
-    nearest = next(path for path in (target, *target.parents) if path.exists())
-    foreign = nearest == target and any(target.glob("*")) and not any(target.glob("*.safetensors"))
-    if config.save and (foreign or not nearest.is_dir() or not os.access(nearest, os.W_OK)):
-        raise ValueError(f"--save {config.save}: not writable, or there already and no model folder")
+    try:
+        folder = Path(config.save).resolve()
+        if config.save and folder.exists() and any(folder.iterdir()) and not any(folder.glob("*.safetensors")):
+            raise OSError("there already, and no model folder")
+        if config.save:  # save will write into it
+            Path(f"{folder}.partial").mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--save {config.save}: {error}") from error
 
 # ---- 2. Data and reward ----------------------------------------------------------------------------------------------
 SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."  # as Qwen2.5 was trained
@@ -99,10 +101,10 @@ def gsm8k(config) -> tuple[list, list]:
                 source = load_dataset("openai/gsm8k", "main", split=split)
             for row in source:
                 row = json.loads(row) if config.data else row
-                solution, answer = re.sub("<<.*?>>", "", row["answer"]).split("####")  # <<...>>: calculator marks
-                if extract_answer(boxed := rf"\boxed{{{answer.strip()}}}") is None:
-                    raise ValueError(f"no number behind ####: {answer!r}")
-                parsed.append((row["question"].strip(), solution + boxed, answer.strip()))
+                solution, answer = re.sub("<<[^<>]*>>", "", row["answer"]).split("####")  # <<...>>: calculator marks
+                if (number := extract_answer(rf"\boxed{{{answer}}}")) is None:
+                    raise ValueError("no number behind ####")
+                parsed.append((row["question"].strip(), rf"{solution}\boxed{{{number}}}", number))
         except Exception as error:  # hub, files, JSON, columns: each raises a kind of its own
             place = f"{config.data}, {split}.jsonl line {len(parsed) + 1}" if config.data else "FOLDER works offline"
             raise ValueError(f"--data {place}: {error!r}") from error
@@ -114,18 +116,19 @@ def gsm8k(config) -> tuple[list, list]:
 
 def extract_answer(text: str) -> str | None:
     r"""The number in the last closed \boxed{...}, without commas; None unless that holds exactly one number."""
-    opened, box = [], slice(0)  # an empty text until a box is closed
+    opened, box = [], slice(0)  # where the open braces of boxes begin (None: of others); an empty text so far
     for mark in re.finditer(r"\\boxed\s*\{|[{}]", text):
         if mark[0] != "}":
-            opened.append(mark)
-        elif opened and (start := opened.pop())[0] != "{":
-            box = slice(start.end(), mark.start())
-    inside = re.sub(r"\{,\}|\\,|,\\!", ",", text[box])  # the ways to write a thousands comma in LaTeX
-    inside = re.sub(r"\\?\$", "", inside.replace("\u2212", "-"))  # U+2212 is the minus sign
-    # A fraction, a root or pi counts as one more number: 12 is not the value of \frac12 or \sqrt{12}.
-    number = r"(?:(?<!\w)-\s*)?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)|\\(?:[dt]?frac|sqrt|pi)"
-    found = re.findall(number, inside, re.ASCII)
-    return re.sub(r"[,\s]", "", found[0]) if len(found) == 1 and found[0][-1].isdigit() else None
+            opened.append(None if mark[0] == "{" else mark.end())
+        elif opened and (start := opened.pop()) is not None:
+            box = slice(start, mark.start())
+    inside = re.sub("[\u2010-\u2015\u2212\uff0d]", "-", text[box])  # dashes and the minus sign
+    inside = re.sub(r"(?<=\d)(?:\{,\}|\\[,;:! ]|[,~])+(?=\d{3}(?!\d))", "", inside)  # thousands separators, LaTeX's too
+    inside = re.sub(r"(?<=[a-zA-Z}])\^\{?[23]\}?", "", inside)  # square and cubic units
+    if re.search(r"\\(?:[cdt]?frac|sqrt|pi|pm|over)|[!√π±¼-¾⅐-⅞]|[/^][\s{]*\d", inside):
+        return None  # 12 is not the value of \frac12, \sqrt{12} or 12!
+    found = re.findall(r"(?:(?<!\w)-(?:\\[a-z]+|[^\w.-])*)?(?:\d+(?:\.\d+)?|\.\d+)", inside, re.ASCII)
+    return re.sub(r"[^\d.-]", "", found[0]) if len(found) == 1 else None
 
 def reward(completion: str, answer: str) -> float:
     """1.0 if the completion's boxed number is the gold one, as exact decimals. A trained reward model would go here."""
@@ -146,17 +149,23 @@ def load(name, device):
         # against 0.1 in float32. Without dtype, a bf16 checkpoint stays bf16.
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
         torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA's products alone, 8 times finer than bf16's
+        # Fails here, not in training, if template, pad token or vocabulary do not fit.
+        model.get_input_embeddings()(torch.tensor([*encode_prompt(tokenizer, "?"), tokenizer.pad_token_id]))
         return model.to(device).eval(), tokenizer
     except Exception as error:  # hub, files, JSON, safetensors, device: each raises a kind of its own
         raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {error}") from error
 
 def save(model, tokenizer, folder):
     """Write FOLDER.partial, then let it take FOLDER's place: an older FOLDER goes only when the new one is whole."""
-    partial = Path(f"{Path(folder)}.partial")
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    try:
+        folder = Path(folder).resolve()
+        partial = Path(f"{folder}.partial")
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    except Exception as error:  # a full disk is no OSError in safetensors
+        raise OSError(f"--save {folder}: {error}") from error
 
 # ---- 4. Tokens and masks ---------------------------------------------------------------------------------------------
 def stop_ids(model, tokenizer) -> list[int]:
@@ -349,9 +358,8 @@ def peak_gb(device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
 
 # ---- 9. Training loop ------------------------------------------------------------------------------------------------
-def warm_up(policy, tokenizer, train, rng, config) -> None:
+def warm_up(policy, tokenizer, train, rng, optimizer, config) -> None:
     """SFT on gold solutions: minimal_sft.py's loop. The solutions' style is learned along with their arithmetic."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.sft_lr, weight_decay=0.0, fused=True)
     for step in tqdm(range(1, config.sft_steps + 1), desc="SFT", leave=False):
         step_started = time.perf_counter()
         questions, solutions, _ = zip(*rng.sample(train, config.batch_size))
@@ -372,12 +380,13 @@ def main(config: Config) -> None:
     check(config)
     started, rng, (train, problems) = time.perf_counter(), random.Random(config.seed), gsm8k(config)
     policy, tokenizer = load(config.model, config.device)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.sft_lr, weight_decay=0.0, fused=True)
     print(f"{Path(__file__).name}: {config.model}, {policy.num_parameters():,} parameters, {policy.device}, "
           f"{policy.dtype}, {len(train)} problems to train on, {len(problems)} of {config.split} to evaluate")
     results = {"before": evaluate(policy, tokenizer, problems, config)}
     torch.manual_seed(config.seed)
     try:
-        warm_up(policy, tokenizer, train, rng, config)
+        warm_up(policy, tokenizer, train, rng, optimizer, config)
         results["sft"] = evaluate(policy, tokenizer, problems, config)
         # GRPO is held near the warmed-up model, and AdamW's moments start anew.
         reference = copy.deepcopy(policy).requires_grad_(False) if config.beta > 0 else None
@@ -422,8 +431,8 @@ def main(config: Config) -> None:
                 tqdm.write("  no reward in this step. If it stays so: more --sft_steps, or a larger --model")
     except KeyboardInterrupt:
         print("interrupted: no more training")
-    finally:  # also after an error: what was trained is kept
-        if config.save:
+    finally:  # after an error too, unless it came before the first optimizer step
+        if config.save and (optimizer.state or "sft" in results or sys.exc_info()[0] is None):
             save(policy, tokenizer, config.save)
     results["after"] = evaluate(policy, tokenizer, problems, config)
     print("---", *(f"{key}_{when}: {r[key]}" for key in results["before"] for when, r in results.items()), sep="\n")

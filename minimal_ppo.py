@@ -14,7 +14,6 @@ size; rollout: a batch of sampled completions; reference: a frozen copy of the s
 """
 
 import inspect
-import os
 import random
 import re
 import shutil
@@ -58,11 +57,14 @@ def check(config: Config) -> None:
         low, high = RANGES.get(flag, (0, 10**9))
         if isinstance(value, (int, float)) and not low <= value <= high:  # nan fails too
             raise ValueError(f"--{flag} {value}: must be from {low} to {high}")
-    target = Path(config.save).absolute()
-    nearest = next(path for path in (target, *target.parents) if path.exists())
-    foreign = nearest == target and any(target.glob("*")) and not any(target.glob("*.safetensors"))
-    if config.save and (foreign or not nearest.is_dir() or not os.access(nearest, os.W_OK)):
-        raise ValueError(f"--save {config.save}: not writable, or there already and no model folder")
+    try:
+        folder = Path(config.save).resolve()
+        if config.save and folder.exists() and any(folder.iterdir()) and not any(folder.glob("*.safetensors")):
+            raise OSError("there already, and no model folder")
+        if config.save:  # save will write into it
+            Path(f"{folder}.partial").mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--save {config.save}: {error}") from error
 
 # ---- 2. Data and reward ----------------------------------------------------------------------------------------------
 SYSTEM = "Reply with <answer>sum</answer>."
@@ -92,17 +94,23 @@ def load(name, device):
         # against 0.1 in float32. Without dtype, a bf16 checkpoint stays bf16.
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
         torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA's products alone, 8 times finer than bf16's
+        # Fails here, not in training, if template, pad token or vocabulary do not fit.
+        model.get_input_embeddings()(torch.tensor([*encode_prompt(tokenizer, "?"), tokenizer.pad_token_id]))
         return model.to(device).eval(), tokenizer
     except Exception as error:  # hub, files, JSON, safetensors, device: each raises a kind of its own
         raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {error}") from error
 
 def save(model, tokenizer, folder):
     """Write FOLDER.partial, then let it take FOLDER's place: an older FOLDER goes only when the new one is whole."""
-    partial = Path(f"{Path(folder)}.partial")
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    try:
+        folder = Path(folder).resolve()
+        partial = Path(f"{folder}.partial")
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    except Exception as error:  # a full disk is no OSError in safetensors
+        raise OSError(f"--save {folder}: {error}") from error
 
 # ---- 4. Tokens and masks ---------------------------------------------------------------------------------------------
 def stop_ids(model, tokenizer) -> list[int]:
@@ -298,8 +306,8 @@ def main(config: Config) -> None:
                 print("  no reward in this step. If it stays so: minimal_sft.py --steps 8 --save X, then --model X")
     except KeyboardInterrupt:
         print("interrupted: no more training")
-    finally:  # also after an error: what was trained is kept
-        if config.save:
+    finally:  # after an error too, unless it came before the first optimizer step
+        if config.save and (optimizer.state or sys.exc_info()[0] is None):
             save(policy, tokenizer, config.save)
     print(f"---\naccuracy_before: {accuracy_before}\naccuracy_after: {evaluate(policy, tokenizer, held_out, config)}")
     print(f"seconds: {time.perf_counter() - started:.0f}\npeak_gb: {peak_gb(device):.2f}")

@@ -25,7 +25,12 @@ scripts = having("extract_answer")
         ("9500", r"\boxed{\$9\,500}", 1),
         ("9500", r"\boxed{\text{\$9,\!500}}", 1),
         ("1,234,567", r"\boxed{1234567}", 1),
+        ("12000", r"\boxed{12{,}\!000}", 1),
+        ("12000", r"\boxed{12\ 000}", 1),
+        ("12000", r"\boxed{12~000}", 1),
+        ("12000", r"\boxed{12 000}", 0),
         ("12", r"\boxed{1,2}", 0),
+        ("12", r"\boxed{1$2}", 0),
         ("12345", r"\boxed{1,2345}", 0),
         # decimals, units, words
         ("29", r"\boxed{$29.00}", 1),
@@ -35,6 +40,9 @@ scripts = having("extract_answer")
         ("29", r"\boxed{x = 29}", 1),
         ("29", r"\boxed{29\%}", 1),
         ("29", r"\boxed {29}", 1),
+        ("29", r"\boxed{29\text{ m}^2}", 1),
+        ("29", r"\boxed{29 ft^{3}}", 1),
+        ("29", r"\boxed{29 km/h}", 1),
         ("29", r"\boxed{2.9}", 0),
         ("29", r"\boxed{290}", 0),
         ("29", r"\boxed{-29}", 0),
@@ -48,6 +56,13 @@ scripts = having("extract_answer")
         ("-3", r"\boxed{-\$3}", 1),
         ("-3", r"\boxed{x=-3}", 1),
         ("3", r"\boxed{step-3}", 1),
+        ("-3", r"\boxed{-\,3}", 1),
+        ("3", r"\boxed{-\ 3}", 0),
+        ("3", r"\boxed{-{3}}", 0),
+        ("3", r"\boxed{-(3)}", 0),
+        ("3", r"\boxed{-\text{3}}", 0),
+        ("3", "\\boxed{-\u20ac3}", 0),
+        ("3", "\\boxed{\u20133}", 0),
         # not one number
         ("12", "", 0),
         ("12", "12", 0),
@@ -60,6 +75,12 @@ scripts = having("extract_answer")
         ("12", r"\boxed{\dfrac{12}{1}}", 0),
         ("12", r"\boxed{\sqrt{12}}", 0),
         ("12", r"\boxed{12\pi}", 0),
+        ("12", r"\boxed{\pm 12}", 0),
+        ("12", r"\boxed{12!}", 0),
+        ("12", r"\boxed{x/12}", 0),
+        ("12", r"\boxed{x^{12}}", 0),
+        ("12", "\\boxed{12\u00bd}", 0),
+        ("12", "\\boxed{\u221a12}", 0),
         # which box
         ("12", r"\boxed{12", 0),
         ("12", r"\boxed{12} and \boxed{13", 1),
@@ -94,8 +115,12 @@ def test_extracted_answer_is_the_plain_number(script):
         r"\boxed{" + "1,111" * 20_000 + "}",
         r"\boxed{" + "- " * 50_000 + "}",
         "\\boxed" + " " * 100_000,
+        "{" * 100_000,
+        r"\boxed{-" + r"\text{" * 15_000,
+        r"\boxed{" + "/ " * 50_000 + "}",
+        r"\boxed{" + "1" + "," * 100_000 + "}",
     ],
-    ids=["unclosed", "nested", "digits", "commas", "signs", "spaces"],
+    ids=["unclosed", "nested", "digits", "commas", "signs", "spaces", "braces", "macros", "slashes", "separators"],
 )
 def test_100_kb_take_no_time(script, text):
     seconds = []
@@ -172,6 +197,17 @@ def test_malformed_row_is_named_by_file_and_line(script, tmp_path, split, line):
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(ValueError, match=rf"--data .*rows, {split}\.jsonl line 5: "):
         script.gsm8k(script.Config(data=str(tmp_path / "rows")))
+
+
+@scripts
+def test_gold_number_is_stored_plain_and_marks_cost_no_time(script, tmp_path):
+    path = write_rows(tmp_path / "rows") / "train.jsonl"
+    row = {"question": "Q", "answer": "<" * 100_000 + "<<1+1=2>>$1,002.\n#### $1,002"}
+    path.write_text("\n".join([json.dumps(row), *path.read_text().splitlines()[1:]]))
+    started = time.perf_counter()
+    train_rows, _ = script.gsm8k(script.Config(data=str(tmp_path / "rows")))
+    assert time.perf_counter() - started < 5
+    assert train_rows[0] == ("Q", "<" * 100_000 + "$1,002.\n\\boxed{1002}", "1002")
 
 
 @scripts
