@@ -409,8 +409,8 @@ def main(config: Config) -> None:
                 tqdm.write("  no reward in this step. If it stays so: gsm8k_sft_grpo.py, or a larger --model")
     except KeyboardInterrupt:
         print("interrupted: no more training")
-    finally:  # after an error too, unless it came before the first optimizer step
-        if config.save and (optimizer.state or sys.exc_info()[0] is None):
+    finally:  # after an error too, but what has not trained a step replaces no older model
+        if config.save and (optimizer.state or sys.exc_info()[0] is None or not Path(config.save).exists()):
             save(policy, tokenizer, config.save)
     results["after"] = evaluate(policy, tokenizer, problems, config)
     print("---", *(f"{key}_{when}: {r[key]}" for key in results["before"] for when, r in results.items()), sep="\n")

@@ -439,9 +439,9 @@ def main(config: Config) -> None:
                 tqdm.write("  no reward in this step. If it stays so: gsm8k_sft_grpo.py, or a larger --model")
     except KeyboardInterrupt:
         print("interrupted: no more training")
-    finally:  # after an error too, unless it came before the first optimizer step
+    finally:  # after an error too, but what has not trained a step replaces no older model
         train_seconds = time.perf_counter() - training_started
-        if config.save and (optimizer.state or sys.exc_info()[0] is None):
+        if config.save and (optimizer.state or sys.exc_info()[0] is None or not Path(config.save).exists()):
             save(policy, tokenizer, config.save)
     result = evaluate(policy, tokenizer, problems, config)
     print(f"---\n{config.split}_acc: {result.pop('accuracy')}")

@@ -48,7 +48,7 @@ class Config:
     eval_size: int = HfArg(default=200, help="problems evaluated, 0 for all; 200 give +-6.6 points at 35 percent")
     eval_samples: int = HfArg(default=0, help="samples per problem for pass@1 to pass@n; 0: greedy only")
     # SFT warm-up
-    sft_steps: int = HfArg(default=100, help="SFT steps, batch_size gold solutions each; 0: none")
+    sft_steps: int = HfArg(default=100, help="SFT steps, batch_size gold solutions each")
     sft_lr: float = HfArg(default=1e-5, help="AdamW step size of the warm-up")
     # rollout
     steps: int = HfArg(default=100, help="GRPO steps, a rollout each")
@@ -64,7 +64,7 @@ class Config:
     scale_by_std: bool = HfArg(default=True, help="divide advantages by the group's standard deviation")
 
 RANGES = {"steps": (1, 10**9), "batch_size": (1, 10**9), "group_size": (2, 10**9), "max_new_tokens": (1, 10**9),
-          "inner_epochs": (1, 10**9)}
+          "inner_epochs": (1, 10**9), "sft_steps": (1, 10**9)}
 
 def check(config: Config) -> None:
     """Raises ValueError, before any work, that names a flag out of range or a --save that cannot be written."""
@@ -380,16 +380,15 @@ def main(config: Config) -> None:
     check(config)
     started, rng, (train, problems) = time.perf_counter(), random.Random(config.seed), gsm8k(config)
     policy, tokenizer = load(config.model, config.device)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.sft_lr, weight_decay=0.0, fused=True)
+    sft_optimizer = torch.optim.AdamW(policy.parameters(), lr=config.sft_lr, weight_decay=0.0, fused=True)
     print(f"{Path(__file__).name}: {config.model}, {policy.num_parameters():,} parameters, {policy.device}, "
           f"{policy.dtype}, {len(train)} problems to train on, {len(problems)} of {config.split} to evaluate")
     results = {"before": evaluate(policy, tokenizer, problems, config)}
     torch.manual_seed(config.seed)
     try:
-        warm_up(policy, tokenizer, train, rng, optimizer, config)
+        warm_up(policy, tokenizer, train, rng, sft_optimizer, config)
         results["sft"] = evaluate(policy, tokenizer, problems, config)
-        # GRPO is held near the warmed-up model, and AdamW's moments start anew.
-        reference = copy.deepcopy(policy).requires_grad_(False) if config.beta > 0 else None
+        reference = copy.deepcopy(policy).requires_grad_(False) if config.beta > 0 else None  # the warmed-up model
         optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
         for step in tqdm(range(1, config.steps + 1), desc="GRPO", leave=False):
             step_started = time.perf_counter()
@@ -431,8 +430,8 @@ def main(config: Config) -> None:
                 tqdm.write("  no reward in this step. If it stays so: more --sft_steps, or a larger --model")
     except KeyboardInterrupt:
         print("interrupted: no more training")
-    finally:  # after an error too, unless it came before the first optimizer step
-        if config.save and (optimizer.state or "sft" in results or sys.exc_info()[0] is None):
+    finally:  # after an error too, but what has not trained a step replaces no older model
+        if config.save and (sft_optimizer.state or sys.exc_info()[0] is None or not Path(config.save).exists()):
             save(policy, tokenizer, config.save)
     results["after"] = evaluate(policy, tokenizer, problems, config)
     print("---", *(f"{key}_{when}: {r[key]}" for key in results["before"] for when, r in results.items()), sep="\n")

@@ -267,8 +267,8 @@ def main(config: Config) -> None:
                   f"accuracy {(margin > 0).float().mean():.3f}  {time.perf_counter() - step_started:.1f} s")
     except KeyboardInterrupt:
         print("interrupted: no more training")
-    finally:  # after an error too, unless it came before the first optimizer step
-        if config.save and (optimizer.state or sys.exc_info()[0] is None):
+    finally:  # after an error too, but what has not trained a step replaces no older model
+        if config.save and (optimizer.state or sys.exc_info()[0] is None or not Path(config.save).exists()):
             save(policy, tokenizer, config.save)
     batch, n = encode_pairs(tokenizer, held_out, random.Random(0), device), len(held_out)
     with torch.no_grad():

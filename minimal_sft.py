@@ -246,8 +246,8 @@ def main(config: Config) -> None:
                   f"{time.perf_counter() - step_started:.1f} s")
     except KeyboardInterrupt:
         print("interrupted: no more training")
-    finally:  # after an error too, unless it came before the first optimizer step
-        if config.save and (optimizer.state or sys.exc_info()[0] is None):
+    finally:  # after an error too, but what has not trained a step replaces no older model
+        if config.save and (optimizer.state or sys.exc_info()[0] is None or not Path(config.save).exists()):
             save(policy, tokenizer, config.save)
     print(f"---\naccuracy_before: {accuracy_before}\naccuracy_after: {evaluate(policy, tokenizer, held_out, config)}")
     print(f"seconds: {time.perf_counter() - started:.0f}\npeak_gb: {peak_gb(device):.2f}")

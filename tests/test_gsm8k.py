@@ -425,12 +425,13 @@ def test_grpo_starts_from_the_warmed_up_model_with_a_fresh_optimizer(tiny, capsy
     assert not torch.equal(start.model.embed_tokens.weight, reference.model.embed_tokens.weight)
     assert not any(p.requires_grad for p in reference.parameters())
     assert len(optimizers) == 2 and optimizers[1].param_groups[0]["lr"] == script.Config().lr
-    train("gsm8k_sft_grpo", tiny, capsys, sft_steps=0, beta=0.0)
+    train("gsm8k_sft_grpo", tiny, capsys, beta=0.0)
     assert len(copies) == 1  # no penalty, no reference
 
 
-def test_no_warm_up_is_plain_grpo(tiny, capsys, gradients):
-    sft = trained("gsm8k_sft_grpo", tiny, capsys, sft_steps=0)
+def test_after_the_warm_up_it_is_plain_grpo(tiny, capsys, gradients, monkeypatch):
+    monkeypatch.setattr(SCRIPTS["gsm8k_sft_grpo"], "warm_up", lambda *args: None)
+    sft = trained("gsm8k_sft_grpo", tiny, capsys)
     assert sft == trained("gsm8k_grpo", tiny, capsys)
 
 

@@ -240,7 +240,7 @@ BAD_ONLY = {
     "minimal_grpo": GRPO_BAD,
     "minimal_ppo": [("steps", 0), ("inner_epochs", 0), ("beta", -1.0), ("critic_lr", NAN)],
     "gsm8k_grpo": GRPO_BAD + GSM8K_BAD,
-    "gsm8k_sft_grpo": GRPO_BAD + GSM8K_BAD + [("sft_steps", -1), ("sft_lr", NAN)],
+    "gsm8k_sft_grpo": GRPO_BAD + GSM8K_BAD + [("sft_steps", 0), ("sft_lr", NAN)],
     "gsm8k_grpo_autoresearch": GSM8K_BAD + [("group_size", 1), ("minutes", -1.0), ("minutes", NAN)],
 }
 

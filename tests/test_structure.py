@@ -150,7 +150,7 @@ SIZES = {
     "minimal_grpo": (208, 305),
     "minimal_ppo": (225, 321),
     "gsm8k_grpo": (294, 425),
-    "gsm8k_sft_grpo": (318, 447),
+    "gsm8k_sft_grpo": (318, 446),
     "gsm8k_grpo_autoresearch": (281, 404),
 }
 
