@@ -1,6 +1,7 @@
 """What happens around the algorithm: a killed process, a full disk, odd tokenizers and consoles."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -173,6 +174,22 @@ def test_error_before_the_first_optimizer_step_leaves_an_older_model_alone(name,
     with pytest.raises(RuntimeError, match="out of memory"):
         train(name, tiny, capsys, save=str(target))
     assert (target / "model.safetensors").read_bytes() == before
+
+
+@having("load")
+def test_cached_model_loads_without_a_network(script, tiny, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    assert constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--somebody--tiny"
+    shutil.copytree(tiny, cached / "snapshots" / ("0" * 40))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0" * 40)
+    model, tokenizer = script.load("somebody/tiny", "cpu")
+    assert torch.equal(model.model.embed_tokens.weight, make_model().model.embed_tokens.weight)
+    with pytest.raises(ValueError, match="--model somebody/other"):
+        script.load("somebody/other", "cpu")
 
 
 @having("load")

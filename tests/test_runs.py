@@ -288,8 +288,16 @@ def test_save_into_an_empty_folder_and_over_the_model_that_was_loaded(tmp_path, 
     assert not torch.equal(changed["model.embed_tokens.weight"], make_model().state_dict()["model.embed_tokens.weight"])
 
 
+@pytest.fixture
+def sigint():
+    """The usual answer to Ctrl-C, which jobs in a shell's background do without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_ctrl_c_stops_training_then_evaluates_and_saves(name, tiny, tmp_path, capsys, monkeypatch, rewarded):
+def test_ctrl_c_stops_training_then_evaluates_and_saves(name, tiny, tmp_path, capsys, monkeypatch, rewarded, sigint):
     clip, calls = torch.nn.utils.clip_grad_norm_, []
 
     def press_ctrl_c(*args, **kwargs):
@@ -305,7 +313,7 @@ def test_ctrl_c_stops_training_then_evaluates_and_saves(name, tiny, tmp_path, ca
     assert (tmp_path / "kept" / "config.json").exists()
 
 
-def test_ctrl_c_in_the_warm_up_ends_training_as_well(tiny, capsys, monkeypatch):
+def test_ctrl_c_in_the_warm_up_ends_training_as_well(tiny, capsys, monkeypatch, sigint):
     monkeypatch.setattr(SCRIPTS["gsm8k_sft_grpo"], "masked_mean", lambda *_: signal.raise_signal(signal.SIGINT))
     out = train("gsm8k_sft_grpo", tiny, capsys)
     assert "interrupted" in out and not steps(out)
