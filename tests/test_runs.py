@@ -19,6 +19,7 @@ from conftest import (
     ROOT,
     SCRIPTS,
     SMALL,
+    TOY,
     environment,
     flags,
     make_model,
@@ -216,6 +217,43 @@ def test_run_that_earns_nothing_says_so_and_what_to_do(name, tiny, capsys):
 @pytest.mark.parametrize("name", RL)
 def test_run_that_earns_something_says_nothing(name, tiny, capsys, rewarded):
     assert "no reward" not in train(name, tiny, capsys)
+
+
+@pytest.mark.parametrize("name", TOY)
+def test_first_gradient_is_that_of_the_plain_formula(name, tiny, capsys, rewarded, monkeypatch):
+    """Each row alone and whole through the model, without cache or padding, and the loss of the docstring by hand."""
+    script, batches, gradients = SCRIPTS[name], [], []
+    logprobs, clip = script.token_logprobs, torch.nn.utils.clip_grad_norm_
+
+    def keep(parameters, *args, **kwargs):
+        parameters = [*parameters]
+        gradients.append(torch.cat([p.grad.flatten() for p in parameters]))
+        return clip(parameters, *args, **kwargs)
+
+    monkeypatch.setattr(script, "token_logprobs", lambda *args: batches.append(args[1:]) or logprobs(*args))
+    monkeypatch.setattr(script, "stop_ids", lambda *args: list(range(0, 256, 4)))  # completions of different lengths
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", keep)
+    train(name, tiny, capsys, steps=1, batch_size=8, **({"beta": 0.7} if name == "minimal_dpo" else {}))
+    prompt_ids, prompt_mask, ids, mask = batches[0]
+    model, tokenizer = script.load(str(tiny), "cpu")
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    rewards, G = [float(len(text) % 2 == 0) for text in texts], len(ids) // len(prompt_ids)
+    for i, (row, real) in enumerate(zip(ids, mask.bool())):
+        prompt, completion = prompt_ids[i // G][prompt_mask[i // G].bool()], row[real]
+        n, tokens = len(completion), mask.sum()
+        if name == "minimal_sft":
+            weights = torch.ones(n) / tokens
+        elif name == "minimal_dpo":  # -log sigmoid(0.7 * margin) at margin 0: slope -0.7 / 2, mean over the pairs
+            weights = torch.full((n,), 0.35 if i % 2 == 0 else -0.35) / len(prompt_ids)
+        elif name == "minimal_grpo":
+            group = torch.tensor(rewards[i // G * G : (i // G + 1) * G])
+            weights = (rewards[i] - group.mean()) / (group.std(correction=0) + 1e-6) / tokens * torch.ones(n)
+        else:  # the critic starts at 0: the advantage of a token is the reward, discounted by lambda from the end
+            weights = rewards[i] * script.Config().lam ** torch.arange(n - 1, -1, -1) / tokens
+        logits = model(torch.cat([prompt, completion])[None]).logits[0, len(prompt) - 1 : -1]
+        (-weights * logits.log_softmax(-1).gather(1, completion[:, None])[:, 0]).sum().backward()
+    plain = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert ((gradients[0] - plain).norm() / plain.norm()).item() < 1e-4 and mask.sum(1).unique().numel() > 1
 
 
 NAN = float("nan")

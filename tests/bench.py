@@ -1,0 +1,319 @@
+"""Seconds and memory of one GRPO step, against its floor and against what people would use instead. Not a test.
+
+    uv run python tests/bench.py --model out/sft
+    uv run python tests/bench.py --model out/sft --script gsm8k_grpo --new_tokens 128
+    uv run python tests/bench.py --model out/sft --peers
+
+The floor of a phase is the model alone, on as many real tokens and in as many calls, without masks or padding: as many
+cached one-token passes for sampling, one forward pass for scoring, one forward and backward pass for the update. Rounds
+are interleaved, and the median of each is printed. With --peers, a whole rollout batch (sampling, reference, two inner
+epochs with an optimizer step each) is compared with TRL's GRPOTrainer and with the loop that tutorials use: one rollout
+at a time, its prompt read anew, every row padded to one fixed length, log-softmax over prompt and completion, and one
+more forward pass for the old log-probabilities.
+"""
+
+import argparse
+import copy
+import inspect
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from conftest import SCRIPTS
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="out/sft", help="local folder or hub name")
+    parser.add_argument("--random", action="store_true", help="random weights: only the model's config is used")
+    parser.add_argument("--script", default="minimal_grpo", choices=["minimal_grpo", "gsm8k_grpo"])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--new_tokens", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)  # a peer, in a process of its own
+    return parser.parse_args()
+
+
+def load(args):
+    script = SCRIPTS[args.script]
+    if not args.random:
+        return script, *script.load(args.model, args.device)
+    _, tokenizer = script.load(args.model, "cpu")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model), dtype=torch.float32)
+    device = torch.accelerator.current_accelerator(True) if args.device == "auto" else args.device
+    return script, model.to(device or "cpu").eval(), tokenizer
+
+
+def problem_prompts(script, tokenizer, count):
+    """Questions of different lengths, as in training."""
+    if hasattr(script, "toy_data"):
+        questions = [q for q, _ in script.toy_data()[0][:count]]
+    else:
+        questions = ["Ann buys some pens. " * (2 + 3 * i % 7) + "How many pens has she?" for i in range(count)]
+    return script.pad([script.encode_prompt(tokenizer, q) for q in questions], tokenizer.pad_token_id, "left")
+
+
+def clock(device, function):
+    """Seconds of one call, the accelerator's work included."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    started = time.perf_counter()
+    function()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - started
+
+
+def bare(model, ids, cache, **kwargs):
+    """Logits of the model alone, after the cached tokens. The cache has two names, see `forward` in the scripts."""
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return model(ids, use_cache=True, **{name: cache}, **kwargs).logits
+
+
+def phases(args):
+    """The table of the three phases: ours, the floor, their ratio."""
+    script, model, tokenizer = load(args)
+    device, (B, G, T) = model.device, (args.prompts, args.group, args.new_tokens)
+    prompt_ids, prompt_mask = (x.to(device) for x in problem_prompts(script, tokenizer, B))
+    torch.manual_seed(0)
+    # Completions of uniformly drawn lengths: what stops early is padding.
+    lengths = torch.randint(max(1, T // 4), T + 1, (B * G,))
+    lengths[0] = T
+    ids = torch.randint(0, len(tokenizer), (B * G, T), device=device)
+    mask = (torch.arange(T) < lengths[:, None]).long().to(device)
+    mean_prompt, mean_completion = round(prompt_mask.sum().item() / B), round(mask.sum().item() / (B * G))
+    advantages = torch.randn(B, G, device=device)
+
+    def sampling():
+        script.sample(model, prompt_ids, prompt_mask, G, T, [], tokenizer.pad_token_id)
+
+    @torch.no_grad()
+    def sampling_floor():
+        cache = DynamicCache()
+        bare(model, prompt_ids[:, -mean_prompt:], cache, logits_to_keep=1)
+        cache.batch_repeat_interleave(G)
+        token = torch.zeros(B * G, 1, dtype=torch.long, device=device)
+        for _ in range(T - 1):
+            bare(model, token, cache)
+
+    def parts():
+        if hasattr(script, "micro_batches"):
+            return [p for p, _ in script.micro_batches(prompt_ids, prompt_mask, ids, mask, advantages, 0, False)]
+        return [(prompt_ids, prompt_mask, ids, mask)]
+
+    def rectangles():
+        """As many calls as ours, over unmasked rectangles that hold as many tokens as there are real ones."""
+        calls = B if hasattr(script, "micro_batches") else 1
+        return calls, B // calls
+
+    def forward_floor():
+        calls, b = rectangles()
+        for _ in range(calls):
+            cache = DynamicCache()
+            first = bare(model, prompt_ids[:b, :mean_prompt], cache, logits_to_keep=1)
+            cache.batch_repeat_interleave(G)
+            yield first, bare(model, ids[: b * G, : mean_completion - 1], cache)
+
+    @torch.no_grad()
+    def scoring():
+        for part in parts():
+            script.token_logprobs(model, *part)
+
+    @torch.no_grad()
+    def scoring_floor():
+        for _ in forward_floor():
+            pass
+
+    def update():
+        for part in parts():
+            logprobs = script.token_logprobs(model, *part)
+            surrogate, _ = script.clipped_surrogate(
+                logprobs, logprobs.detach(), torch.ones(len(logprobs), 1).to(device), 0.2
+            )
+            script.masked_mean(surrogate, part[-1]).backward()
+        model.zero_grad()
+
+    def update_floor():
+        for first, logits in forward_floor():
+            (first.mean() + logits.mean()).backward()
+        model.zero_grad()
+
+    real = prompt_mask.sum().item() + mask.sum().item()
+    done = sum(p[0].numel() + p[2].numel() for p in parts())
+    print(f"{args.script}, {args.model}, {device}: {B} x {G} rows, prompts of {mean_prompt}, completions of")
+    print(f"{mean_completion} tokens on average, up to {T}; {1 - real / done:.0%} of the scored tokens are padding\n")
+    print("| phase | seconds | floor | ratio | tokens per second |\n|---|---|---|---|---|")
+    for name, ours, floor, tokens in (
+        ("sampling", sampling, sampling_floor, B * G * T),
+        ("scoring", scoring, scoring_floor, real),
+        ("update", update, update_floor, real),
+    ):
+        ours(), floor()  # warm up
+        times = [(clock(device, ours), clock(device, floor)) for _ in range(args.rounds)]
+        a, b = (statistics.median(column) for column in zip(*times))
+        ratio = statistics.median(x / y for x, y in times)
+        print(f"| {name} | {a:.2f} | {b:.2f} | {ratio:.2f} | {tokens / a:.0f} |", flush=True)
+    print(f"\npeak memory: {script.peak_gb(device):.2f} GB")
+
+
+def ours(args, batches):
+    """Seconds of each rollout batch: sampling, reference, two inner epochs."""
+    script, model, tokenizer = load(args)
+    reference = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+    prompts = [x.to(model.device) for x in problem_prompts(script, tokenizer, args.prompts)]
+    advantages = torch.randn(args.prompts * args.group, 1, device=model.device)
+
+    def batch():
+        ids, mask = script.sample(model, *prompts, args.group, args.new_tokens, [], tokenizer.pad_token_id)
+        ref = script.token_logprobs(reference, *prompts, ids, mask)
+        old = None
+        for _ in range(2):
+            logprobs = script.token_logprobs(model, *prompts, ids, mask)
+            old = logprobs.detach() if old is None else old
+            surrogate, _ = script.clipped_surrogate(logprobs, old, advantages, 0.2)
+            loss = script.masked_mean(surrogate + 0.04 * script.kl_to_reference(logprobs, ref), mask)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    return [clock(model.device, batch) for _ in range(batches)], script.peak_gb(model.device)
+
+
+def sequential(args, batches):
+    """The tutorials' loop on the same work."""
+    script, model, tokenizer = load(args)
+    reference = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
+    prompt_ids, prompt_mask = problem_prompts(script, tokenizer, args.prompts)
+    rows = [ids[real.bool()].to(model.device) for ids, real in zip(prompt_ids, prompt_mask)]
+    advantages = torch.randn(args.prompts * args.group, 1, device=model.device)
+    P, T = prompt_ids.shape[1], args.new_tokens
+
+    def logprobs(m, ids, mask):
+        everything = m(ids, attention_mask=mask).logits.log_softmax(-1)[:, :-1]
+        return everything.gather(-1, ids[:, 1:, None])[:, -T:, 0]
+
+    def batch():
+        done = []
+        for row in rows:
+            for _ in range(args.group):
+                out = model.generate(
+                    row[None],
+                    attention_mask=torch.ones_like(row[None]),
+                    do_sample=True,
+                    top_k=0,
+                    top_p=1.0,
+                    temperature=1.0,
+                    max_new_tokens=T,
+                    min_new_tokens=T,
+                    pad_token_id=tokenizer.pad_token_id,
+                )[0]
+                done.append(torch.nn.functional.pad(out, (P + T - len(out), 0), value=tokenizer.pad_token_id))
+        ids = torch.stack(done)
+        mask = torch.ones_like(ids)
+        for i, row in enumerate(rows):
+            mask[i * args.group : (i + 1) * args.group, : P - len(row)] = 0
+        with torch.no_grad():
+            ref, old = logprobs(reference, ids, mask), logprobs(model, ids, mask)
+        for _ in range(2):
+            new = logprobs(model, ids, mask)
+            surrogate, _ = script.clipped_surrogate(new, old, advantages, 0.2)
+            loss = (surrogate + 0.04 * script.kl_to_reference(new, ref)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    return [clock(model.device, batch) for _ in range(batches)], script.peak_gb(model.device)
+
+
+def trl(args, batches):
+    """TRL's GRPOTrainer with its own generation, float32."""
+    import datasets
+    import transformers
+    from trl import GRPOConfig, GRPOTrainer
+
+    script, model, tokenizer = load(args)
+    model.config._name_or_path = args.model
+    model.generation_config.eos_token_id = None  # no row stops early, as in the others
+    tokenizer.padding_side = "left"
+    questions = [q for q, _ in script.toy_data()[0][: args.prompts]]
+    chat = [[{"role": "system", "content": script.SYSTEM}, {"role": "user", "content": q}] for q in questions]
+    times = []
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            times.append(time.perf_counter())
+
+    rows = args.prompts * args.group
+    config = GRPOConfig(
+        output_dir="out/bench_trl",
+        use_cpu=model.device.type == "cpu",
+        bf16=False,
+        report_to=[],
+        save_strategy="no",
+        per_device_train_batch_size=rows,
+        num_generations=args.group,
+        max_completion_length=args.new_tokens,
+        num_iterations=2,
+        max_steps=2 * batches,
+        beta=0.04,
+        learning_rate=1e-6,
+        loss_type="bnpo",
+        logging_steps=1000,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **kwargs: torch.randn(len(completions)).tolist(),
+        args=config,
+        train_dataset=datasets.Dataset.from_list([{"prompt": c} for c in chat] * (batches + 1)),
+        callbacks=[Clock()],
+        processing_class=tokenizer,
+    )
+    started = time.perf_counter()
+    trainer.train()
+    ends = [started, *times[1::2]]
+    return [b - a for a, b in zip(ends, ends[1:])], script.peak_gb(model.device)
+
+
+PEERS = {"ours": ours, "sequential": sequential, "trl": trl}
+
+
+def peers(args):
+    """Each in processes of its own, in turn; the first batch of each process warms up."""
+    seconds, memory = {name: [] for name in PEERS}, {}
+    for _ in range(args.rounds):
+        for name in PEERS:
+            command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
+            out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            *values, peak = map(float, out.split("RESULT ")[1].split())
+            seconds[name] += values[1:]
+            memory[name] = max(peak, memory.get(name, 0))
+    base = statistics.median(seconds["ours"])
+    print("| scheme | seconds per rollout batch | ratio to ours | peak GB |\n|---|---|---|---|")
+    for name, values in seconds.items():
+        median = statistics.median(values)
+        print(f"| {name} | {median:.1f} | {median / base:.2f} | {memory[name]:.2f} |")
+
+
+if __name__ == "__main__":
+    args = arguments()
+    sys.path.insert(0, str(Path(__file__).parent))
+    if args.one:
+        values, peak = PEERS[args.one](args, 3)
+        print("RESULT", *values, peak)
+    elif args.peers:
+        peers(args)
+    else:
+        phases(args)
