@@ -30,6 +30,8 @@ def test_group_advantages(script):
     # mean 0.25, population standard deviation sqrt(0.25 * 0.75) = 0.4330: 0.75 / 0.4330 = sqrt(3)
     close(script.group_advantages(tensor([[1.0, 0, 0, 0]])), tensor([[3**0.5] + [-(3**-0.5)] * 3]), rtol=0, atol=1e-5)
     close(script.group_advantages(tensor([[1.0, 0, 0, 0]]), scale_by_std=False), tensor([[0.75, -0.25, -0.25, -0.25]]))
+    # The 1e-6 keeps tiny differences tiny: 5e-7 / (5e-7 + 1e-6) = 1 / 3.
+    close(script.group_advantages(tensor([[1e-6, 0.0]])), tensor([[1 / 3, -1 / 3]]), rtol=1e-4, atol=0)
     for scale_by_std in (True, False):  # 0.1 is no binary fraction: the mean of equal rewards differs from them
         assert not script.group_advantages(torch.full((1, 7), 0.1), scale_by_std).any()
 
@@ -92,6 +94,8 @@ def test_kl_estimate(script):
     tiny = script.kl_to_reference(torch.zeros(1000), torch.linspace(-1e-4, 1e-4, 1000))
     assert (tiny >= 0).all() and tiny.max() == pytest.approx(5e-9, rel=1e-3)
     assert script.kl_to_reference(tensor([0.0, 0.0]), tensor([-1e4, 1e4])).isfinite().all()
+    close(script.kl_to_reference(tensor([0.0]), tensor([30.0])), tensor([math.expm1(20) - 20]))  # bounded above
+    close(script.kl_to_reference(tensor([0.0]), tensor([-30.0])), tensor([29.0]))  # and not below
 
 
 @having("kl_to_reference")
