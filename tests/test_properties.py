@@ -8,8 +8,8 @@ from conftest import SCRIPTS, having, make_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-few = settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-many = settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+few = settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+many = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 MODELS = {family: make_model(family, spread=0.1) for family in ("qwen2", "gpt2")}
 tokens = st.integers(0, 259)
 family = st.sampled_from(sorted(MODELS))
