@@ -117,6 +117,22 @@ def test_same_seed_same_metrics_another_seed_others(name, tiny, capsys, rewarded
 
 
 @pytest.mark.parametrize("name", RL)
+def test_reward_sees_completions_and_nothing_of_the_prompt(name, tiny, capsys, monkeypatch):
+    script, seen, texts, sample = SCRIPTS[name], [], [], SCRIPTS[name].sample
+    tokenizer = make_tokenizer()
+
+    def keep(*args, **kwargs):
+        ids, mask = sample(*args, **kwargs)
+        texts.extend(tokenizer.decode(row[real.bool()], skip_special_tokens=True) for row, real in zip(ids, mask))
+        return ids, mask
+
+    monkeypatch.setattr(script, "sample", keep)
+    monkeypatch.setattr(script, "reward", lambda completion, answer: seen.append(completion) or 0.0)
+    train(name, tiny, capsys)
+    assert seen == texts and len(seen) > 8
+
+
+@pytest.mark.parametrize("name", RL)
 def test_evaluation_leaves_the_random_state_as_it_found_it(name, tiny, capsys, rewarded, monkeypatch):
     plain = trained(name, tiny, capsys, lr=1e-3)
     monkeypatch.setattr(SCRIPTS[name], "evaluate", lambda *args: {"accuracy": "-"} if name in GSM8K else "-")
