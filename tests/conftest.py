@@ -15,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+torch.set_num_threads(1)  # a tiny model gains nothing from more, and threads that wait slow each other down
 ROOT = Path(__file__).resolve().parent.parent
 TOY = ["minimal_sft", "minimal_dpo", "minimal_grpo", "minimal_ppo"]
 GSM8K = ["gsm8k_grpo", "gsm8k_sft_grpo", "gsm8k_grpo_autoresearch"]
