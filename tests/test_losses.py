@@ -19,6 +19,7 @@ def test_masked_mean_ignores_padding_and_empty_masks(script):
     wide = torch.cat([x, torch.full((2, 10), 99.0)], 1), torch.cat([mask, torch.zeros(2, 10)], 1)
     close(script.masked_mean(*wide), tensor(0.4))
     assert script.masked_mean(x, torch.zeros(2, 4)) == 0.0
+    assert script.masked_mean(tensor([[3.0, 9.0]]), tensor([[1, 0]])) == 3.0
 
 
 @having("group_advantages")
@@ -27,6 +28,8 @@ def test_group_advantages(script):
     close(
         script.group_advantages(tensor([[1.0, 0.0], [0.0, 1.0]])), tensor([[1.0, -1.0], [-1.0, 1.0]]), rtol=0, atol=1e-5
     )
+    three = script.group_advantages(tensor([[1.0, 0.0], [0.0, 0.0], [2.0, 4.0]]))  # more groups than completions
+    close(three, tensor([[1.0, -1.0], [0.0, 0.0], [-1.0, 1.0]]), rtol=0, atol=1e-5)
     # mean 0.25, population standard deviation sqrt(0.25 * 0.75) = 0.4330: 0.75 / 0.4330 = sqrt(3)
     close(script.group_advantages(tensor([[1.0, 0, 0, 0]])), tensor([[3**0.5] + [-(3**-0.5)] * 3]), rtol=0, atol=1e-5)
     close(script.group_advantages(tensor([[1.0, 0, 0, 0]]), scale_by_std=False), tensor([[0.75, -0.25, -0.25, -0.25]]))
