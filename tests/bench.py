@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import torch
 from conftest import SCRIPTS
@@ -309,7 +308,6 @@ def peers(args):
 
 if __name__ == "__main__":
     args = arguments()
-    sys.path.insert(0, str(Path(__file__).parent))
     if args.one:
         values, peak = PEERS[args.one](args, 3)
         print("RESULT", *values, peak)

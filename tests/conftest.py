@@ -15,7 +15,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-torch.set_num_threads(1)  # a tiny model gains nothing from more, and threads that wait slow each other down
 ROOT = Path(__file__).resolve().parent.parent
 TOY = ["minimal_sft", "minimal_dpo", "minimal_grpo", "minimal_ppo"]
 GSM8K = ["gsm8k_grpo", "gsm8k_sft_grpo", "gsm8k_grpo_autoresearch"]
@@ -27,6 +26,11 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def pytest_configure():
+    """Of the tests alone: bench.py imports this file too, and times all threads."""
+    torch.set_num_threads(1)  # a tiny model gains nothing from more, and threads that wait slow each other down
 
 
 def import_script(name):
@@ -145,6 +149,20 @@ def rows(tmp_path_factory):
     for name in GSM8K:
         SMALL[name]["data"] = str(folder)
     return folder
+
+
+@pytest.fixture
+def updates(monkeypatch):
+    """A list that gets the gradient of each update, as one vector, before it is clipped."""
+    found, clip = [], torch.nn.utils.clip_grad_norm_
+
+    def keep(parameters, *args, **kwargs):
+        parameters = [*parameters]
+        found.append(torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]))
+        return clip(parameters, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", keep)
+    return found
 
 
 @pytest.fixture(scope="session")

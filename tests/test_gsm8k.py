@@ -314,26 +314,18 @@ def test_parts_cover_each_row_once_sorted_and_trimmed(script):
 
 
 @pytest.fixture
-def gradients(monkeypatch):
-    """The gradient of each update, as one vector; rewards by a checksum of the text, so that some groups are flat."""
-    found, clip = [], torch.nn.utils.clip_grad_norm_
-
-    def keep(parameters, *args, **kwargs):
-        parameters = [*parameters]
-        found.append(torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters]))
-        return clip(parameters, *args, **kwargs)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", keep)
+def gradients(updates, monkeypatch):
+    """A run's gradients, stacked; rewards by a checksum of the text, so that some groups are flat."""
     for name in GSM8K:
         monkeypatch.setattr(
             SCRIPTS[name], "reward", lambda completion, answer: float(sum(completion.encode()) % 3 == 0)
         )
 
     def of(name, folder, capsys, **knobs):
-        found.clear()
+        updates.clear()
         shown = trained(name, folder, capsys, batch_size=12, **knobs)
         assert 0 < shown[0]["flat"] < 1 and shown[0]["reward"] > 0
-        return torch.stack(found)
+        return torch.stack(updates)
 
     return of
 

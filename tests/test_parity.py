@@ -75,9 +75,8 @@ def trl_grpo(folder, model, tensors, advantages, old_logprobs=None, ref_logprobs
     """Value and gradient of TRL's GRPO loss."""
     model = copy.deepcopy(model)
     model.save_pretrained(folder / "start")
-    model.config._name_or_path = str(
-        folder / "start"
-    )  # with beta > 0 the trainer loads a reference of its own from here
+    # With beta > 0 the trainer loads a reference of its own from here.
+    model.config._name_or_path = str(folder / "start")
     trainer = grpo_trainer(folder, model, **settings)
     prompt_ids, prompt_mask, ids, mask = tensors
     rows = len(ids) // len(prompt_ids)
