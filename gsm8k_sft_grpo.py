@@ -209,11 +209,20 @@ def micro_batches(prompt_ids, prompt_mask, completion_ids, completion_mask, adva
         real = prompt_mask[b].bool()
         by_length = b * G + completion_mask[b * G:(b + 1) * G].sum(1).argsort()
         for part in by_length.split(rows or G) if advantages[b].any() or not skip_flat else ():
-            ids, mask = completion_ids[part], completion_mask[part]
-            used = mask.any(0)
-            batch = (prompt_ids[b:b + 1, real], prompt_mask[b:b + 1, real], ids[:, used], mask[:, used])
+            batch = (prompt_ids[b:b + 1, real], prompt_mask[b:b + 1, real], completion_ids[part], completion_mask[part])
             parts.append((batch, advantages.view(-1, 1)[part]))
     return parts
+
+def similar_lengths(mask):
+    """Row numbers of mask (N, T) in parts, longest rows first; of a part, at most an eighth or 64 slots are padding."""
+    # One rectangle of toy rollouts is 55% padding, in these parts 15%. 64: a pass more costs a CPU about that much.
+    lengths = mask.sum(1)
+    rows = lengths.argsort(descending=True)
+    while len(rows):
+        slots = lengths[rows[0]] * torch.arange(1, len(rows) + 1, device=mask.device)
+        fits = slots - lengths[rows].cumsum(0) <= (slots / 8).clamp(min=64)
+        yield rows[fits]
+        rows = rows[~fits]
 
 # ---- 5. Sampling -----------------------------------------------------------------------------------------------------
 def forward(model, ids, mask, cache, keep=0):
@@ -228,39 +237,40 @@ def forward(model, ids, mask, cache, keep=0):
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     return model(ids, attention_mask=mask, position_ids=positions, logits_to_keep=keep, **{name: cache}).logits
 
-def read_prompts(model, prompt_ids, prompt_mask, num_samples):
-    """One pass over the B prompts for all N completions: logits (N, 1, V) of their first token, mask (N, P), cache."""
-    cache = DynamicCache()
-    logits = forward(model, prompt_ids, prompt_mask, cache, keep=1)  # (B, 1, V): the prompt's own are unused
-    cache.batch_repeat_interleave(num_samples)
-    return logits.repeat_interleave(num_samples, 0), prompt_mask.repeat_interleave(num_samples, 0), cache
-
 @torch.no_grad()
 def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids, pad_id, greedy=False):
     """completion_ids, completion_mask (N, T) drawn from softmax(logits), the distribution that is trained: no top-k.
 
     T is the longest row, at most max_new_tokens. Raises RuntimeError if the logits are not finite.
     """
-    logits, mask, cache = read_prompts(model, prompt_ids, prompt_mask, num_samples)
-    stops, finite = torch.tensor(stop_ids, device=mask.device), True
-    ids, done = mask[:, :0], torch.zeros_like(mask[:, 0], dtype=torch.bool)  # (N, 0), (N,)
+    cache, stops, finite = DynamicCache(), torch.tensor(stop_ids, device=prompt_ids.device), True
+    logits = forward(model, prompt_ids, prompt_mask, cache, keep=1).repeat_interleave(num_samples, 0)  # (N, 1, V)
+    cache.batch_repeat_interleave(num_samples)  # each prompt is read once, for all its completions
+    mask = prompt_mask.repeat_interleave(num_samples, 0)  # (N, P)
+    ids = mask.new_full((len(mask), max_new_tokens), pad_id)
+    written, rows = torch.zeros_like(ids), torch.arange(len(ids), device=ids.device)  # rows still in the batch, (n,)
+    done = torch.zeros_like(rows, dtype=torch.bool)
     for t in range(max_new_tokens):
-        logits = forward(model, ids[:, -1:], mask, cache) if t else logits
+        if t:
+            logits = forward(model, ids[rows, t - 1, None], torch.cat([mask[rows], written[rows, :t]], 1), cache)
         finite = logits.amax().isfinite() & finite
-        probs = torch.softmax(logits[:, -1].float().nan_to_num(), -1)  # (N, V); a NaN in multinomial would abort CUDA
-        # multinomial on MPS has returned ids of probability 0: the CPU draws for it.
-        draw = probs.argmax(-1) if greedy else torch.multinomial(probs.cpu() if mask.is_mps else probs, 1)[:, 0]
-        token = torch.where(done, pad_id, draw.to(mask.device))
-        ids = torch.cat([ids, token[:, None]], 1)
-        mask = torch.cat([mask, (~done).long()[:, None]], 1)  # the stop token itself belongs to its row
-        done = done | torch.isin(token, stops)
+        probs = torch.softmax(logits[:, -1].float().nan_to_num(), -1)  # (n, V); a NaN in multinomial would abort CUDA
+        # Asked for one draw, a CPU makes V random numbers per row, a fifth of the loop's time; asked for two, it makes
+        # two. multinomial on MPS has returned ids of probability 0: the CPU draws for it.
+        weights, draws = (probs, 1) if mask.is_cuda else (probs.cpu().double(), 2)
+        token = probs.argmax(-1) if greedy else torch.multinomial(weights, draws, True)[:, 0].to(mask.device)
+        ids[rows, t], written[rows, t] = torch.where(done, pad_id, token), (~done).long()
+        done = done | torch.isin(token, stops)  # the stop token itself belongs to its row
         # Reading a flag makes the host wait for the accelerator: every 16 tokens, and surplus columns go below.
-        if (mask.is_cpu or t % 16 == 0) and (done.all() or not finite):
-            break
+        if mask.is_cpu or t % 16 == 0:
+            if done.all() or not finite:
+                break
+            if done.sum() >= 8:  # finished rows leave the batch; not one by one, as the cache is copied
+                cache.batch_select_indices(~done)
+                rows, done = rows[~done], done[~done]
     if not finite:
         raise RuntimeError("the logits are not finite: broken weights in --model, or --lr too high")
-    mask = mask[:, prompt_ids.shape[1]:]
-    return ids[:, mask.any(0)], mask[:, mask.any(0)]  # (N, T)
+    return ids[:, written.any(0)], written[:, written.any(0)]  # (N, T)
 
 def rollout(model, tokenizer, problems, num_samples, config, greedy=False):
     """num_samples completions for each of B problems: prompts (ids, mask), ids, mask (N, T), texts, rewards (B, G)."""
@@ -276,15 +286,25 @@ def rollout(model, tokenizer, problems, num_samples, config, greedy=False):
 
 # ---- 6. Log-probabilities --------------------------------------------------------------------------------------------
 def completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """The logits that predict each completion token, (N, T, V)."""
-    first, mask, cache = read_prompts(model, prompt_ids, prompt_mask, len(completion_ids) // len(prompt_ids))
-    ids, mask = completion_ids[:, :-1], torch.cat([mask, completion_mask[:, :-1]], 1)  # the last token predicts nothing
-    return torch.cat([first, forward(model, ids, mask, cache)], 1) if ids.shape[1] else first
+    """The logits that predict each completion token, part by part: rows (n,), columns (t of T), logits (n, t, V)."""
+    prompts, G = DynamicCache(), len(completion_ids) // len(prompt_ids)
+    first = forward(model, prompt_ids, prompt_mask, prompts, keep=1)  # (B, 1, V): the prompt's own are unused
+    yield slice(None), slice(0, 1), first.repeat_interleave(G, 0)
+    for rows in similar_lengths(completion_mask):
+        length = int(completion_mask[rows[0]].sum()) - 1  # of the longest; the last token predicts nothing
+        if length > 0:
+            cache = DynamicCache(prompts)  # a copy
+            cache.batch_select_indices(rows // G)
+            mask = torch.cat([prompt_mask[rows // G], completion_mask[rows, :length]], 1)
+            yield rows, slice(1, length + 1), forward(model, completion_ids[rows, :length], mask, cache)
 
 def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """log p(token | all before it), (N, T), float32."""
-    logits = completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask).float()
-    return logits.log_softmax(-1).gather(-1, completion_ids[:, :, None])[:, :, 0]
+    """log p(token | all before it), (N, T), float32; only those of the mask count."""
+    logprobs = torch.zeros(completion_ids.shape, device=completion_ids.device)
+    for rows, t, logits in completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
+        ids = completion_ids[rows, t, None]  # (n, t, 1)
+        logprobs[rows, t] = logits.float().log_softmax(-1).gather(-1, ids)[:, :, 0]
+    return logprobs
 
 # ---- 7. Loss ---------------------------------------------------------------------------------------------------------
 def masked_mean(x, mask):

@@ -81,17 +81,19 @@ def phases(args):
     script, model, tokenizer = load(args)
     device, (B, G, T) = model.device, (args.prompts, args.group, args.new_tokens)
     prompt_ids, prompt_mask = (x.to(device) for x in problem_prompts(script, tokenizer, B))
-    torch.manual_seed(0)
-    # Completions of uniformly drawn lengths: what stops early is padding.
-    lengths = torch.randint(max(1, T // 4), T + 1, (B * G,))
-    lengths[0] = T
-    ids = torch.randint(0, len(tokenizer), (B * G, T), device=device)
-    mask = (torch.arange(T) < lengths[:, None]).long().to(device)
-    mean_prompt, mean_completion = round(prompt_mask.sum().item() / B), round(mask.sum().item() / (B * G))
-    advantages = torch.randn(B, G, device=device)
+    stops = [] if args.random else script.stop_ids(model, tokenizer)
 
     def sampling():
-        script.sample(model, prompt_ids, prompt_mask, G, T, [], tokenizer.pad_token_id)
+        torch.manual_seed(0)  # the same rollout every time
+        return script.sample(model, prompt_ids, prompt_mask, G, T, stops, tokenizer.pad_token_id)
+
+    ids, mask = sampling()
+    if args.random:  # uniformly drawn lengths
+        lengths = torch.randint(max(1, T // 4), T + 1, (B * G,))
+        mask = (torch.arange(T) < lengths[:, None]).long().to(device)
+    T = ids.shape[1]
+    mean_prompt, mean_completion = round(prompt_mask.sum().item() / B), round(mask.sum().item() / (B * G))
+    advantages = torch.randn(B, G, device=device)
 
     @torch.no_grad()
     def sampling_floor():
@@ -107,18 +109,19 @@ def phases(args):
             return [p for p, _ in script.micro_batches(prompt_ids, prompt_mask, ids, mask, advantages, 0, False)]
         return [(prompt_ids, prompt_mask, ids, mask)]
 
-    def rectangles():
-        """As many calls as ours, over unmasked rectangles that hold as many tokens as there are real ones."""
-        calls = B if hasattr(script, "micro_batches") else 1
-        return calls, B // calls
+    def calls(part):
+        """Passes over the completions of a part: as many rectangles, unmasked, are its floor."""
+        return len(list(script.similar_lengths(part[-1])))
 
     def forward_floor():
-        calls, b = rectangles()
-        for _ in range(calls):
+        for part in parts():
+            b, rows = len(part[0]), len(part[2])
             cache = DynamicCache()
-            first = bare(model, prompt_ids[:b, :mean_prompt], cache, logits_to_keep=1)
-            cache.batch_repeat_interleave(G)
-            yield first, bare(model, ids[: b * G, : mean_completion - 1], cache)
+            yield bare(model, prompt_ids[:b, :mean_prompt], cache, logits_to_keep=1)
+            for chunk in torch.arange(rows, device=device).chunk(calls(part)):
+                own = DynamicCache(cache)
+                own.batch_select_indices(chunk * b // rows)
+                yield bare(model, ids[chunk, : mean_completion - 1], own)
 
     @torch.no_grad()
     def scoring():
@@ -140,17 +143,19 @@ def phases(args):
         model.zero_grad()
 
     def update_floor():
-        for first, logits in forward_floor():
-            (first.mean() + logits.mean()).backward()
+        sum(logits.mean() for logits in forward_floor()).backward()
         model.zero_grad()
 
     real = prompt_mask.sum().item() + mask.sum().item()
-    done = sum(p[0].numel() + p[2].numel() for p in parts())
+    done = sum(p[0].numel() for p in parts())
+    for part in parts():
+        lengths = part[-1].sum(1)
+        done += sum((lengths[rows].max() * len(rows)).item() for rows in script.similar_lengths(part[-1]))
     print(f"{args.script}, {args.model}, {device}: {B} x {G} rows, prompts of {mean_prompt}, completions of")
     print(f"{mean_completion} tokens on average, up to {T}; {1 - real / done:.0%} of the scored tokens are padding\n")
     print("| phase | seconds | floor | ratio | tokens per second |\n|---|---|---|---|---|")
     for name, ours, floor, tokens in (
-        ("sampling", sampling, sampling_floor, B * G * T),
+        ("sampling", sampling, sampling_floor, mask.sum().item()),
         ("scoring", scoring, scoring_floor, real),
         ("update", update, update_floor, real),
     ):
@@ -168,10 +173,11 @@ def ours(args, batches):
     reference = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
     prompts = [x.to(model.device) for x in problem_prompts(script, tokenizer, args.prompts)]
+    stops = [] if args.random else script.stop_ids(model, tokenizer)
     advantages = torch.randn(args.prompts * args.group, 1, device=model.device)
 
     def batch():
-        ids, mask = script.sample(model, *prompts, args.group, args.new_tokens, [], tokenizer.pad_token_id)
+        ids, mask = script.sample(model, *prompts, args.group, args.new_tokens, stops, tokenizer.pad_token_id)
         ref = script.token_logprobs(reference, *prompts, ids, mask)
         old = None
         for _ in range(2):
@@ -196,6 +202,7 @@ def sequential(args, batches):
     rows = [ids[real.bool()].to(model.device) for ids, real in zip(prompt_ids, prompt_mask)]
     advantages = torch.randn(args.prompts * args.group, 1, device=model.device)
     P, T = prompt_ids.shape[1], args.new_tokens
+    stops = None if args.random else script.stop_ids(model, tokenizer)
 
     def logprobs(m, ids, mask):
         everything = m(ids, attention_mask=mask).logits.log_softmax(-1)[:, :-1]
@@ -213,20 +220,21 @@ def sequential(args, batches):
                     top_p=1.0,
                     temperature=1.0,
                     max_new_tokens=T,
-                    min_new_tokens=T,
+                    eos_token_id=stops,
                     pad_token_id=tokenizer.pad_token_id,
                 )[0]
-                done.append(torch.nn.functional.pad(out, (P + T - len(out), 0), value=tokenizer.pad_token_id))
-        ids = torch.stack(done)
-        mask = torch.ones_like(ids)
-        for i, row in enumerate(rows):
-            mask[i * args.group : (i + 1) * args.group, : P - len(row)] = 0
+                done.append((P - len(row), out))
+        ids = torch.full((len(done), P + T), tokenizer.pad_token_id, device=model.device)
+        mask = torch.zeros_like(ids)
+        for i, (start, out) in enumerate(done):
+            ids[i, start : start + len(out)] = out
+            mask[i, start : start + len(out)] = 1
         with torch.no_grad():
             ref, old = logprobs(reference, ids, mask), logprobs(model, ids, mask)
         for _ in range(2):
             new = logprobs(model, ids, mask)
             surrogate, _ = script.clipped_surrogate(new, old, advantages, 0.2)
-            loss = (surrogate + 0.04 * script.kl_to_reference(new, ref)).mean()
+            loss = script.masked_mean(surrogate + 0.04 * script.kl_to_reference(new, ref), mask[:, -T:])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -243,7 +251,8 @@ def trl(args, batches):
 
     script, model, tokenizer = load(args)
     model.config._name_or_path = args.model
-    model.generation_config.eos_token_id = None  # no row stops early, as in the others
+    if args.random:  # no row stops early, as in the others
+        model.generation_config.eos_token_id = None
     tokenizer.padding_side = "left"
     questions = [q for q, _ in script.toy_data()[0][: args.prompts]]
     chat = [[{"role": "system", "content": script.SYSTEM}, {"role": "user", "content": q}] for q in questions]
@@ -309,7 +318,8 @@ def peers(args):
 if __name__ == "__main__":
     args = arguments()
     if args.one:
-        values, peak = PEERS[args.one](args, 3)
+        torch.manual_seed(0)
+        values, peak = PEERS[args.one](args, 2)
         print("RESULT", *values, peak)
     elif args.peers:
         peers(args)

@@ -203,9 +203,9 @@ def test_raising_the_stop_tokens_logit_changes_the_loss(script):
 
     def loss(position, token):
         def raise_logit(module, args, out):
-            # two passes: the prompt's has one column and predicts slot 0, the completion's predicts the others
-            column = position if out.shape[1] == 1 else position - 1
-            if (out.shape[1] == 1) == (position == 0):
+            # two passes: the prompt's predicts slot 0, the completion's the others, if any; there is none for padding
+            column = position - 1
+            if out.shape[1] == 2 and column < 2:
                 out = out.clone()
                 out[:, column, token] += 1
             return out

@@ -50,6 +50,53 @@ def test_gradient_flows_through_the_shared_prompt(script, model):
 
 
 @having("token_logprobs")
+def test_rows_of_uneven_length_are_scored_in_parts_that_hold_little_padding(script, model):
+    rows, (prompt_ids, prompt_mask) = prompts(script)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 60, (24,), generator=generator)
+    ids = torch.randint(0, 256, (24, 60), generator=generator)  # longer than the longest row
+    mask = (torch.arange(60) < lengths[:, None]).long()
+    seen = []
+    hook = model.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape))
+    logprobs = script.token_logprobs(model, prompt_ids, prompt_mask, ids, mask)
+    hook.remove()
+    assert seen[0] == (3, 9) and sum(n for n, _ in seen[1:]) == 24
+    sorted_lengths, start = lengths.sort(descending=True)[0], 0
+    for n, longest in seen[1:]:
+        part = sorted_lengths[start : start + n]
+        padding = (part.max() - part).sum().item()
+        assert longest == part.max() - 1 and padding <= max(64, n * part.max().item() / 8)
+        start += n
+    assert 3 <= len(seen) < 8  # a few passes
+    (logprobs * mask).sum().backward()
+    ours = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    for i, (row, length) in enumerate(zip(ids, lengths)):
+        completion = row[:length]
+        prompt = rows[i // 8]
+        predictions = model(torch.tensor([[*prompt, *completion.tolist()]])).logits[0].log_softmax(-1)
+        plain = predictions[len(prompt) - 1 : -1].gather(1, completion[:, None])[:, 0]
+        assert (logprobs[i, :length] - plain).abs().max() < 1e-4
+        plain.sum().backward()
+    for a, b in zip(ours, [p.grad for p in model.parameters()]):
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-3 * b.abs().max())
+
+
+@having("sample")
+def test_finished_rows_leave_the_batch_and_the_others_go_on_as_if_alone(script, model):
+    rows, (prompt_ids, prompt_mask) = prompts(script, lengths=range(1, 25))
+    stops, seen = list(range(40, 60)), []
+    hook = model.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    ids, mask = script.sample(model, prompt_ids, prompt_mask, 1, 30, stops, 258, greedy=True)
+    hook.remove()
+    assert seen[:2] == [24, 24] and min(seen) <= 16 and seen == sorted(seen, reverse=True)
+    assert len(mask.sum(1).unique()) > 4 and set(ids[mask == 0].tolist()) == {258}
+    for i in range(24):
+        one, real = script.sample(model, *script.pad([rows[i]], 258, "left"), 1, 30, stops, 258, greedy=True)
+        assert real.all() and ids[i][mask[i].bool()].tolist() == one[0].tolist()
+
+
+@having("token_logprobs")
 def test_padding_changes_no_logprob(script, model):
     rows, (prompt_ids, prompt_mask) = prompts(script, lengths=(6, 6))
     ids = torch.randint(0, 256, (4, 5), generator=torch.Generator().manual_seed(0))
