@@ -149,13 +149,17 @@ def show_row(tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask
     print("one row as loss mask and token:", *(f"{m} {tokenizer.decode(i)!r}" for m, i in row), sep="  ")
 
 def similar_lengths(mask):
-    """Row numbers of mask (N, T) in parts, longest rows first; of a part, at most an eighth or 64 slots are padding."""
-    # One rectangle of toy rollouts is 55% padding, in these parts 15%. 64: a pass more costs a CPU about that much.
+    """Row numbers of mask (N, T) in parts, from long rows to short ones, with little padding each.
+
+    At most 64 slots of a part are padding, or an eighth of its tokens, whichever is more.
+    """
+    # In one rectangle of 32 toy rollouts of up to 24 tokens, 54% was padding, in these parts 17%. A pass more costs a
+    # CPU about as much as 64 slots.
     lengths = mask.sum(1)
     rows = lengths.argsort(descending=True)
     while len(rows):
-        slots = lengths[rows[0]] * torch.arange(1, len(rows) + 1, device=mask.device)
-        fits = slots - lengths[rows].cumsum(0) <= (slots / 8).clamp(min=64)
+        padding = (lengths[rows[0]] - lengths[rows]).cumsum(0)
+        fits = padding <= (lengths[rows].cumsum(0) / 8).clamp(min=64)
         yield rows[fits]
         rows = rows[~fits]
 
@@ -176,31 +180,33 @@ def forward(model, ids, mask, cache, keep=0):
 def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids, pad_id, greedy=False):
     """completion_ids, completion_mask (N, T) drawn from softmax(logits), the distribution that is trained: no top-k.
 
-    T is the longest row, at most max_new_tokens. Raises RuntimeError if the logits are not finite.
+    greedy: the likeliest token, not a draw. T is the longest row, at most max_new_tokens. Raises RuntimeError if the
+    logits are not finite.
     """
     cache, stops, finite = DynamicCache(), torch.tensor(stop_ids, device=prompt_ids.device), True
     logits = forward(model, prompt_ids, prompt_mask, cache, keep=1).repeat_interleave(num_samples, 0)  # (N, 1, V)
     cache.batch_repeat_interleave(num_samples)  # each prompt is read once, for all its completions
-    mask = prompt_mask.repeat_interleave(num_samples, 0)  # (N, P)
-    ids = mask.new_full((len(mask), max_new_tokens), pad_id)
-    written, rows = torch.zeros_like(ids), torch.arange(len(ids), device=ids.device)  # rows still in the batch, (n,)
+    ids = prompt_ids.new_full((len(logits), max_new_tokens), pad_id)
+    written = torch.zeros_like(ids)  # becomes the completions' mask
+    rows = torch.arange(len(ids), device=ids.device)  # those in the batch still, (n,)
     done = torch.zeros_like(rows, dtype=torch.bool)
     for t in range(max_new_tokens):
-        if t:
-            logits = forward(model, ids[rows, t - 1, None], torch.cat([mask[rows], written[rows, :t]], 1), cache)
+        seen = torch.cat([prompt_mask[rows // num_samples], written[rows, :t]], 1)
+        logits = forward(model, ids[rows, t - 1, None], seen, cache) if t else logits
         finite = logits.amax().isfinite() & finite
         probs = torch.softmax(logits[:, -1].float().nan_to_num(), -1)  # (n, V); a NaN in multinomial would abort CUDA
-        # Asked for one draw, a CPU makes V random numbers per row, a fifth of the loop's time; asked for two, it makes
-        # two. multinomial on MPS has returned ids of probability 0: the CPU draws for it.
-        weights, draws = (probs, 1) if mask.is_cuda else (probs.cpu().double(), 2)
-        token = probs.argmax(-1) if greedy else torch.multinomial(weights, draws, True)[:, 0].to(mask.device)
-        ids[rows, t], written[rows, t] = torch.where(done, pad_id, token), (~done).long()
-        done = done | torch.isin(token, stops)  # the stop token itself belongs to its row
-        # Reading a flag makes the host wait for the accelerator: every 16 tokens, and surplus columns go below.
-        if mask.is_cpu or t % 16 == 0:
+        # For one draw a CPU makes V random numbers per row, a sixth of the loop's time; for two it makes two, and finds
+        # them in the running sum of probs: float64, or rounding would distort the tail. On MPS, multinomial has
+        # returned ids of probability 0: the CPU draws for it.
+        weights, draws = (probs, 1) if greedy or ids.is_cuda else (probs.cpu().double(), 2)
+        draw = probs.argmax(-1) if greedy else torch.multinomial(weights, draws, replacement=True)[:, 0]
+        ids[rows, t], written[rows, t] = torch.where(done, pad_id, draw.to(ids.device)), (~done).long()
+        done = done | torch.isin(ids[rows, t], stops)  # the stop token itself belongs to its row
+        # Reading a flag makes the host wait for an accelerator: there every 16 tokens. Empty columns are cut off below.
+        if ids.is_cpu or t % 16 == 0:
             if done.all() or not finite:
                 break
-            if done.sum() >= 8:  # finished rows leave the batch; not one by one, as the cache is copied
+            if done.sum() >= 8:  # finished rows leave the batch, not one by one: the cache is copied for it
                 cache.batch_select_indices(~done)
                 rows, done = rows[~done], done[~done]
     if not finite:
@@ -209,14 +215,14 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids
 
 # ---- 6. Log-probabilities --------------------------------------------------------------------------------------------
 def completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """The logits that predict each completion token, part by part: rows (n,), columns (t of T), logits (n, t, V)."""
+    """The logits that predict each completion token, part by part: rows and columns (indices), logits (n, t, V)."""
     prompts, G = DynamicCache(), len(completion_ids) // len(prompt_ids)
-    first = forward(model, prompt_ids, prompt_mask, prompts, keep=1)  # (B, 1, V): the prompt's own are unused
+    first = forward(model, prompt_ids, prompt_mask, prompts, keep=1)  # (B, 1, V), of the completions' first tokens
     yield slice(None), slice(0, 1), first.repeat_interleave(G, 0)
     for rows in similar_lengths(completion_mask):
         length = int(completion_mask[rows[0]].sum()) - 1  # of the longest; the last token predicts nothing
         if length > 0:
-            cache = DynamicCache(prompts)  # a copy
+            cache = DynamicCache(prompts)  # a copy that gradients flow through
             cache.batch_select_indices(rows // G)
             mask = torch.cat([prompt_mask[rows // G], completion_mask[rows, :length]], 1)
             yield rows, slice(1, length + 1), forward(model, completion_ids[rows, :length], mask, cache)
@@ -256,7 +262,7 @@ def peak_gb(device) -> float:
     if device.type == "cuda" or sys.platform == "win32":
         return torch.cuda.max_memory_allocated() / 1e9
     import resource
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e9 if sys.platform == "darwin" else 1e6)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 # ---- 9. Training loop ------------------------------------------------------------------------------------------------
 def main(config: Config) -> None:
@@ -278,10 +284,10 @@ def main(config: Config) -> None:
             # 9.4 Update
             logprobs, ref_logprobs = pair_logprobs(policy, *batch), pair_logprobs(reference, *batch)
             loss, margin = dpo_loss(*logprobs.T, *ref_logprobs.T, config.beta)
-            optimizer.zero_grad()
             loss.backward()  # distributed training would average the gradients here
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
             optimizer.step()
+            optimizer.zero_grad()  # here: the next forward pass goes without their memory
             # 9.5 Print
             chosen, rejected = logprobs.mean(0)
             print(f"step {step}/{config.steps}  loss {loss:z.4f}  grad_norm {norm:.3f}  chosen {chosen:.3f}  "
@@ -290,7 +296,7 @@ def main(config: Config) -> None:
     except KeyboardInterrupt:
         print("interrupted: no more training")
     finally:  # after an error too, but what has not trained a step replaces no older model
-        if config.save and (optimizer.state or sys.exc_info()[0] is None or not Path(config.save).exists()):
+        if config.save and (optimizer.state or not Path(config.save).exists()):
             save(policy, tokenizer, config.save)
     batch, n = encode_pairs(tokenizer, held_out, random.Random(0), device), len(held_out)
     with torch.no_grad():
@@ -303,7 +309,8 @@ def main(config: Config) -> None:
 if __name__ == "__main__":
     # A character that the console lacks must not end the run; a log file gets each line at once.
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
+    example = f"example: uv run {Path(__file__).name} --model FOLDER --seed 1 --save out/trained"
     try:
-        main(Config(**vars(HfArgumentParser(Config).parse_args())))
+        main(Config(**vars(HfArgumentParser(Config, epilog=example).parse_args())))
     except (ValueError, RuntimeError, OSError, KeyboardInterrupt) as error:
         sys.exit(f"error: {' '.join(str(error).split()) or 'interrupted'}")

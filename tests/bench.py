@@ -185,10 +185,10 @@ def ours(args, batches):
             old = logprobs.detach() if old is None else old
             surrogate, _ = script.clipped_surrogate(logprobs, old, advantages, 0.2)
             loss = script.masked_mean(surrogate + 0.04 * script.kl_to_reference(logprobs, ref), mask)
-            optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            optimizer.zero_grad()
 
     return [clock(model.device, batch) for _ in range(batches)], script.peak_gb(model.device)
 

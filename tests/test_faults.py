@@ -161,18 +161,24 @@ def test_save_into_the_folder_that_one_is_in_and_through_a_link(script, tmp_path
         assert torch.equal(saved, model.model.embed_tokens.weight)
 
 
+@pytest.mark.parametrize(
+    "stop", [torch.OutOfMemoryError("out of memory"), KeyboardInterrupt()], ids=["error", "ctrl-c"]
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_error_before_the_first_optimizer_step_leaves_an_older_model_alone(name, tiny, tmp_path, capsys, monkeypatch):
+def test_what_has_not_trained_a_step_leaves_an_older_model_alone(name, stop, tiny, tmp_path, capsys, monkeypatch):
     target = tmp_path / "m"
     make_model(seed=1).save_pretrained(target)
     before = (target / "model.safetensors").read_bytes()
 
-    def out_of_memory(*args, **kwargs):
-        raise torch.OutOfMemoryError("out of memory")
+    def interrupt(*args, **kwargs):
+        raise stop
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", out_of_memory)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        train(name, tiny, capsys, save=str(target))
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", interrupt)
+    if isinstance(stop, KeyboardInterrupt):
+        assert "interrupted" in train(name, tiny, capsys, save=str(target))
+    else:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train(name, tiny, capsys, save=str(target))
     assert (target / "model.safetensors").read_bytes() == before
 
 
