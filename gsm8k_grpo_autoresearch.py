@@ -452,7 +452,7 @@ def main(config: Config) -> None:
                 loss += part_loss.detach()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
             optimizer.step()
-            optimizer.zero_grad()  # here: the next forward pass goes without their memory
+            optimizer.zero_grad()  # now: sampling and the next forward pass need the memory
             steps = step  # finished ones
             # 9.5 Print
             flat = (advantages == 0).all(1).float().mean()

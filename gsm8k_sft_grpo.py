@@ -402,7 +402,7 @@ def warm_up(policy, tokenizer, train, rng, optimizer, config) -> None:
             loss += part_loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
         optimizer.step()
-        optimizer.zero_grad()  # here: the next forward pass goes without their memory
+        optimizer.zero_grad()  # now: sampling and the next forward pass need the memory
         tqdm.write(f"step {step}/{config.sft_steps}  loss {loss:z.4f}  grad_norm {norm:.3f}  "
                    f"{time.perf_counter() - step_started:.1f} s")
 
@@ -446,7 +446,7 @@ def main(config: Config) -> None:
                     metrics += torch.stack(means).detach()
                 norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
                 optimizer.step()
-                optimizer.zero_grad()  # here: the next forward pass goes without their memory
+                optimizer.zero_grad()  # now: sampling and the next forward pass need the memory
             # 9.5 Print, of the last inner epoch
             (loss, kl, clip), flat = metrics, (advantages == 0).all(1).float().mean()
             tqdm.write(f"step {step}/{config.steps}  loss {loss:z.4f}  reward {rewards.mean():.3f}  flat {flat:.3f}  "

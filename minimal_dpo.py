@@ -5,7 +5,7 @@
 Rafailov et al. 2023 (arXiv:2305.18290), eq. 7: the policy that maximises a reward under a KL penalty, from pairs alone.
 To minimal_sft.py it adds a rejected answer and a frozen reference; minimal_grpo.py samples its answers. Beware of
 over-optimisation: only the difference of a pair is trained, the rejected log-probability falls without a floor, and
-the chosen one can fall with it (try --beta 0.1 --lr 5e-6). Watch both in the log, not the margin alone. Left out:
+the chosen one can fall with it (--beta 0.1 --lr 5e-6 shows it). Watch both in the log, not the margin alone. Left out:
 distributed training.
 
 Run: uv run minimal_dpo.py
@@ -287,7 +287,7 @@ def main(config: Config) -> None:
             loss.backward()  # distributed training would average the gradients here
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
             optimizer.step()
-            optimizer.zero_grad()  # here: the next forward pass goes without their memory
+            optimizer.zero_grad()  # now: sampling and the next forward pass need the memory
             # 9.5 Print
             chosen, rejected = logprobs.mean(0)
             print(f"step {step}/{config.steps}  loss {loss:z.4f}  grad_norm {norm:.3f}  chosen {chosen:.3f}  "

@@ -307,7 +307,7 @@ def main(config: Config) -> None:
                 loss.backward()  # distributed training would average the gradients here
                 norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
                 optimizer.step()
-                optimizer.zero_grad()  # here: the next forward pass goes without their memory
+                optimizer.zero_grad()  # now: sampling and the next forward pass need the memory
             # 9.5 Print, of the last inner epoch
             print(f"step {step}/{config.steps}  loss {loss:z.4f}  reward {rewards.mean():.3f}  "
                   f"length {mask.sum() / len(mask):.1f}  grad_norm {norm:.3f}  kl {masked_mean(kl, mask):z.4f}  "

@@ -289,7 +289,7 @@ def test_interval_at_70_of_200_and_at_0(script, monkeypatch):
 
 
 @scripts
-def test_parts_cover_each_row_once_sorted_and_trimmed(script):
+def test_parts_cover_each_row_once_and_are_sorted(script):
     rows = [[5, 6, 7], [8]]
     prompt_ids, prompt_mask = script.pad(rows, 0, "left")
     lengths = [4, 1, 3, 2, 2, 4, 1, 1]
@@ -300,7 +300,7 @@ def test_parts_cover_each_row_once_sorted_and_trimmed(script):
     seen = []
     for (part_prompt, part_prompt_mask, part_ids, part_mask), part_advantages in parts:
         real = part_mask.sum(1)
-        assert real.max() == part_ids.shape[1] and real.tolist() == sorted(real.tolist())
+        assert real.tolist() == sorted(real.tolist())
         assert part_advantages.shape == (len(part_ids), 1)
         for row, n, advantage in zip(part_ids, real, part_advantages[:, 0]):
             i = int(row[0]) - 10
