@@ -3,6 +3,8 @@
     uv run python tests/bench.py --model out/sft
     uv run python tests/bench.py --model out/sft --script gsm8k_grpo --new_tokens 128
     uv run python tests/bench.py --model out/sft --peers
+    uv run python tests/bench.py --model out/sft --prompts 1 --grid
+    uv run python tests/bench.py --model out/sft --memory
 
 The floor of a phase is the model alone, on as many real tokens and in as many calls, without masks or padding: as many
 cached one-token passes for sampling, one forward pass for scoring, one forward and backward pass for the update. Rounds
@@ -22,7 +24,7 @@ import time
 
 import torch
 from conftest import SCRIPTS
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Qwen2Config
 
 
 def arguments():
@@ -36,6 +38,8 @@ def arguments():
     parser.add_argument("--new_tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--grid", action="store_true", help="seconds as groups and completions grow")
+    parser.add_argument("--memory", action="store_true", help="counted against measured peaks of minimal_grpo.py")
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)  # a peer, in a process of its own
     return parser.parse_args()
 
@@ -76,12 +80,11 @@ def bare(model, ids, cache, **kwargs):
     return model(ids, use_cache=True, **{name: cache}, **kwargs).logits
 
 
-def phases(args):
-    """The table of the three phases: ours, the floor, their ratio."""
-    script, model, tokenizer = load(args)
+def work(args, script, model, tokenizer):
+    """A line about the rollout, and of each phase: name, our function, its floor, real tokens."""
     device, (B, G, T) = model.device, (args.prompts, args.group, args.new_tokens)
     prompt_ids, prompt_mask = (x.to(device) for x in problem_prompts(script, tokenizer, B))
-    stops = [] if args.random else script.stop_ids(model, tokenizer)
+    stops = [] if args.random or args.grid else script.stop_ids(model, tokenizer)
 
     def sampling():
         torch.manual_seed(0)  # the same rollout every time
@@ -151,20 +154,103 @@ def phases(args):
     for part in parts():
         lengths = part[-1].sum(1)
         done += sum((lengths[rows].max() * len(rows)).item() for rows in script.similar_lengths(part[-1]))
-    print(f"{args.script}, {args.model}, {device}: {B} x {G} rows, prompts of {mean_prompt}, completions of")
-    print(f"{mean_completion} tokens on average, up to {T}; {1 - real / done:.0%} of the scored tokens are padding\n")
-    print("| phase | seconds | floor | ratio | tokens per second |\n|---|---|---|---|---|")
-    for name, ours, floor, tokens in (
+    text = (
+        f"{B} x {G} rows, prompts of {mean_prompt}, completions of {mean_completion} tokens on average, up to {T}; "
+        f"{1 - real / done:.0%} of the scored tokens are padding"
+    )
+    return text, (
         ("sampling", sampling, sampling_floor, mask.sum().item()),
         ("scoring", scoring, scoring_floor, real),
         ("update", update, update_floor, real),
-    ):
+    )
+
+
+def phases(args):
+    """The table of the three phases: ours, the floor, their ratio."""
+    script, model, tokenizer = load(args)
+    text, rows = work(args, script, model, tokenizer)
+    print(f"{args.script}, {args.model}, {model.device}: {text}\n")
+    print("| phase | seconds | floor | ratio | tokens per second |\n|---|---|---|---|---|")
+    for name, ours, floor, tokens in rows:
         ours(), floor()  # warm up
-        times = [(clock(device, ours), clock(device, floor)) for _ in range(args.rounds)]
+        times = [(clock(model.device, ours), clock(model.device, floor)) for _ in range(args.rounds)]
         a, b = (statistics.median(column) for column in zip(*times))
         ratio = statistics.median(x / y for x, y in times)
         print(f"| {name} | {a:.2f} | {b:.2f} | {ratio:.2f} | {tokens / a:.0f} |", flush=True)
-    print(f"\npeak memory: {script.peak_gb(device):.2f} GB")
+    print(f"\npeak memory: {script.peak_gb(model.device):.2f} GB")
+
+
+def grid(args):
+    """Seconds of sampling, scoring and update as groups and completions grow; every row runs to the limit."""
+    script, model, tokenizer = load(args)
+    print("| completions per prompt | new tokens | sampling | scoring | update |\n|---|---|---|---|---|")
+    for args.group in (4, 8, 16, 32):
+        for args.new_tokens in (16, 64, 256):
+            _, rows = work(args, script, model, tokenizer)
+            seconds = (clock(model.device, ours) for _, ours, _, _ in rows)
+            print(f"| {args.group} | {args.new_tokens} |", *(f"{s:.1f} |" for s in seconds), flush=True)
+
+
+def counted_gb(config, prompts, completions, rows, prompt, trained=1, frozen=1, part=None):
+    """Peak of an update in 10^9 bytes, by counting float32 numbers.
+
+    prompts, completions: tokens of a pass, with `rows` completions behind prompts of `prompt` tokens; part: completion
+    tokens of the largest part (default: all). Counted are weights, gradients and AdamW's two moments of each trained
+    model, the weights of frozen ones, and what the backward pass needs: per token and layer, six hidden states (each of
+    two norms keeps its input, the normalised and the scaled one), queries, outputs, repeated keys and values, four MLP
+    states; per completion token its log-softmax, and for those of a part two more while it runs back; the gradient of
+    the tied embedding a second time. Gradients come as states go, but no allocator gives the room back at once.
+    """
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(config).num_parameters()
+    h, layers, V = config.hidden_size, config.num_hidden_layers, config.vocab_size
+    q = (getattr(config, "head_dim", None) or h // config.num_attention_heads) * config.num_attention_heads
+    states = layers * ((6 * h + 4 * q + 4 * config.intermediate_size) * (prompts + completions) + 2 * q * rows * prompt)
+    logits = V * completions + 2 * V * (part or completions)
+    return 4 * ((4 * trained + frozen) * parameters + trained * (states + V * h) + logits) / 1e9
+
+
+def qwen_gb():
+    """Counted peaks for Qwen2.5-0.5B: toy prompts of 45 tokens, GSM8K prompts of 150, completions at their limit."""
+    config = Qwen2Config(
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    print("\n| script | flags | counted GB |\n|---|---|---|")
+    for script, frozen, B, G, T in (
+        ("minimal_sft.py", 0, 8, 1, 10),
+        ("minimal_dpo.py", 1, 8, 2, 10),
+        ("minimal_grpo.py", 1, 8, 4, 12),
+    ):
+        gb = counted_gb(config, 45 * B, B * G * T, B * G, 45, frozen=frozen)
+        print(f"| {script} | | {gb:.1f} |")
+    for B in (16, 4):
+        gb = counted_gb(config, 45 * B, B * 12, B, 45, trained=2)
+        print(f"| minimal_ppo.py | --batch_size {B} | {gb:.1f} |")
+    for script, frozen in (("gsm8k_grpo.py, gsm8k_sft_grpo.py", 1), ("gsm8k_grpo_autoresearch.py", 0)):
+        for rows in (8, 4, 2, 1):
+            gb = counted_gb(config, 150, rows * 512, rows, 150, frozen=frozen)
+            print(f"| {script} | --micro_batch {rows} | {gb:.1f} |")
+
+
+def memory(args):
+    """Counted and measured peaks of a rollout batch of minimal_grpo.py, on CPU with random weights."""
+    config = AutoConfig.from_pretrained(args.model)
+    print("| prompts | completions | new tokens | counted GB | measured GB | ratio |\n|---|---|---|---|---|---|")
+    for B, G, T in ((4, 8, 24), (4, 8, 64), (2, 8, 128), (4, 8, 128)):
+        shape = ["--prompts", str(B), "--group", str(G), "--new_tokens", str(T)]
+        fixed = ["--model", args.model, "--random", "--device", "cpu", "--one", "ours"]
+        command = [sys.executable, __file__, *fixed, *shape]
+        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        *_, start, peak, prompt = map(float, out.split("RESULT ")[1].split())
+        counted = start + counted_gb(config, B * prompt, B * G * (T - 1), B * G, prompt)
+        print(f"| {B} | {G} | {T} | {counted:.2f} | {peak:.2f} | {counted / peak:.2f} |", flush=True)
+    qwen_gb()
 
 
 def ours(args, batches):
@@ -190,7 +276,7 @@ def ours(args, batches):
             optimizer.step()
             optimizer.zero_grad()
 
-    return [clock(model.device, batch) for _ in range(batches)], script.peak_gb(model.device)
+    return [clock(model.device, batch) for _ in range(batches)], script.peak_gb(model.device), prompts[0].shape[1]
 
 
 def sequential(args, batches):
@@ -240,7 +326,7 @@ def sequential(args, batches):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
 
-    return [clock(model.device, batch) for _ in range(batches)], script.peak_gb(model.device)
+    return [clock(model.device, batch) for _ in range(batches)], script.peak_gb(model.device), P
 
 
 def trl(args, batches):
@@ -292,7 +378,7 @@ def trl(args, batches):
     started = time.perf_counter()
     trainer.train()
     ends = [started, *times[1::2]]
-    return [b - a for a, b in zip(ends, ends[1:])], script.peak_gb(model.device)
+    return [b - a for a, b in zip(ends, ends[1:])], script.peak_gb(model.device), 0
 
 
 PEERS = {"ours": ours, "sequential": sequential, "trl": trl}
@@ -305,7 +391,7 @@ def peers(args):
         for name in PEERS:
             command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
             out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            *values, peak = map(float, out.split("RESULT ")[1].split())
+            *values, _, peak, _ = map(float, out.split("RESULT ")[1].split())
             seconds[name] += values[1:]
             memory[name] = max(peak, memory.get(name, 0))
     base = statistics.median(seconds["ours"])
@@ -319,9 +405,14 @@ if __name__ == "__main__":
     args = arguments()
     if args.one:
         torch.manual_seed(0)
-        values, peak = PEERS[args.one](args, 2)
-        print("RESULT", *values, peak)
+        start = SCRIPTS[args.script].peak_gb(torch.device("cpu"))
+        values, peak, prompt = PEERS[args.one](args, 2)
+        print("RESULT", *values, start, peak, prompt)
     elif args.peers:
         peers(args)
+    elif args.grid:
+        grid(args)
+    elif args.memory:
+        memory(args)
     else:
         phases(args)

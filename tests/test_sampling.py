@@ -65,7 +65,7 @@ def test_rows_of_uneven_length_are_scored_in_parts_that_hold_little_padding(scri
     for n, longest in seen[1:]:
         part = sorted_lengths[start : start + n]
         padding = (part.max() - part).sum().item()
-        assert longest == part.max() - 1 and padding <= max(64, n * part.max().item() / 8)
+        assert longest == part.max() - 1 and padding <= max(128, n * part.max().item() / 8)
         start += n
     assert 3 <= len(seen) < 8  # a few passes
     (logprobs * mask).sum().backward()
