@@ -118,4 +118,4 @@ def test_every_flag_in_the_text_exists():
     known = {f"--{knob}" for script in SCRIPTS.values() for knob in vars(script.Config())} | {"--help"}
     prose = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
     for flag in re.findall(r"(?<![\w-])--[a-z_]+", prose):
-        assert flag in known | {"--num_processes", "--peers"}, flag
+        assert flag in known | {"--num_processes", "--memory"}, flag
