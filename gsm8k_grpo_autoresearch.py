@@ -308,7 +308,7 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids
     for t in range(max_new_tokens):
         seen = torch.cat([prompt_mask[rows // num_samples], written[rows, :t]], 1)
         logits = forward(model, ids[rows, t - 1, None], seen, cache) if t else logits
-        finite = logits.amax().isfinite() & finite
+        finite = logits.amax(-1).isfinite().all() & finite
         probs = torch.softmax(logits[:, -1].float().nan_to_num(), -1)  # (n, V); a NaN in multinomial would abort CUDA
         # For one draw a CPU makes V random numbers per row, a sixth of the loop's time; for two it makes two, and finds
         # them in the running sum of probs: float64, or rounding would distort the tail. On MPS, multinomial has

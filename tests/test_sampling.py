@@ -1,5 +1,7 @@
 """The sampler against the full forward pass, against transformers' own generation, and at its edges."""
 
+import math
+
 import pytest
 import torch
 from conftest import having, make_model
@@ -225,6 +227,21 @@ def test_logits_that_are_not_finite_end_the_run(script, model, bad, greedy):
     prompt = torch.full((2, 3), 3)
     with pytest.raises(RuntimeError, match="not finite"):
         script.sample(model, prompt, torch.ones_like(prompt), 2, 4, [], 0, greedy)
+
+
+@having("sample")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_row_of_logits_that_are_not_finite_ends_the_run(script, bad):
+    model = make_model()
+
+    def spoil(module, args, out):
+        out[-1] = bad
+        return out
+
+    model.get_output_embeddings().register_forward_hook(spoil)
+    prompt = torch.full((3, 3), 3)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="not finite"):
+        script.sample(model, prompt, torch.ones_like(prompt), 2, 4, [], 0)
 
 
 @having("token_logprobs")
