@@ -216,7 +216,7 @@ def micro_batches(prompt_ids, prompt_mask, completion_ids, completion_mask, adva
 def similar_lengths(mask):
     """Row numbers of mask (N, T) in parts, from long rows to short ones, with little padding each.
 
-    A part ends before its padding passes 64 slots and an eighth of its tokens; rows with 128 or less stay together.
+    A part ends before its padding passes both 64 slots and an eighth of its tokens; what pads 128 or less is one part.
     """
     # In one rectangle of 32 toy rollouts of up to 24 tokens, 54% was padding, in these parts 17%; the update took two
     # thirds of the time. A pass more costs a CPU about as much as 100 slots: shorter rollouts are not split.
@@ -397,7 +397,7 @@ def warm_up(policy, tokenizer, train, rng, optimizer, config) -> None:
         if step == 1:
             show_row(tokenizer, *batch)
         loss = torch.zeros((), device=policy.device)
-        # A solution at a time: all of 16 with their logits would take a 0.5B model 27 GB.
+        # A solution at a time: all of 16 with their logits would take a 0.5B model 30 GB (counted, not measured).
         for part, _ in micro_batches(*batch, torch.ones(config.batch_size, 1), 1, skip_flat=False):
             part_loss = masked_mean(-token_logprobs(policy, *part), part[-1]) * part[-1].sum() / batch[-1].sum()
             part_loss.backward()

@@ -117,14 +117,16 @@ def work(args, script, model, tokenizer):
         return len(list(script.similar_lengths(part[-1])))
 
     def forward_floor():
+        """The logits of each part, all its calls, to be used before the next part's: ours does so too."""
         for part in parts():
             b, rows = len(part[0]), len(part[2])
             cache = DynamicCache()
-            yield bare(model, prompt_ids[:b, :mean_prompt], cache, logits_to_keep=1)
+            logits = [bare(model, prompt_ids[:b, :mean_prompt], cache, logits_to_keep=1)]
             for chunk in torch.arange(rows, device=device).chunk(calls(part)):
                 own = DynamicCache(cache)
                 own.batch_select_indices(chunk * b // rows)
-                yield bare(model, ids[chunk, : mean_completion - 1], own)
+                logits.append(bare(model, ids[chunk, : mean_completion - 1], own))
+            yield logits
 
     @torch.no_grad()
     def scoring():
@@ -146,7 +148,8 @@ def work(args, script, model, tokenizer):
         model.zero_grad()
 
     def update_floor():
-        sum(logits.mean() for logits in forward_floor()).backward()
+        for logits in forward_floor():
+            sum(part.mean() for part in logits).backward()
         model.zero_grad()
 
     real = prompt_mask.sum().item() + mask.sum().item()
@@ -191,23 +194,22 @@ def grid(args):
             print(f"| {args.group} | {args.new_tokens} |", *(f"{s:.1f} |" for s in seconds), flush=True)
 
 
-def counted_gb(config, prompts, completions, rows, prompt, trained=1, frozen=1, part=None):
+def counted_gb(config, prompts, completions, rows, prompt, trained=1, frozen=1):
     """Peak of an update in 10^9 bytes, by counting float32 numbers.
 
-    prompts, completions: tokens of a pass, with `rows` completions behind prompts of `prompt` tokens; part: completion
-    tokens of the largest part (default: all). Counted are weights, gradients and AdamW's two moments of each trained
-    model, the weights of frozen ones, and what the backward pass needs: per token and layer, six hidden states (each of
-    two norms keeps its input, the normalised and the scaled one), queries, outputs, repeated keys and values, four MLP
-    states; per completion token its log-softmax, and for those of a part two more while it runs back; the gradient of
-    the tied embedding a second time. Gradients come as states go, but no allocator gives the room back at once.
+    prompts, completions: tokens of a pass, with `rows` completions behind prompts of `prompt` tokens. Counted are
+    weights, gradients and AdamW's two moments of each trained model, the weights of frozen ones, and what the backward
+    pass needs: per token and layer, six hidden states (each of two norms keeps its input, the normalised and the scaled
+    one), queries, outputs, repeated keys and values, four MLP states; per completion token its log-softmax, and two
+    more rows of logits while it runs back; the gradient of the tied embedding a second time. Gradients come as states
+    go, but no allocator gives the room back at once.
     """
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     h, layers, V = config.hidden_size, config.num_hidden_layers, config.vocab_size
     q = (getattr(config, "head_dim", None) or h // config.num_attention_heads) * config.num_attention_heads
     states = layers * ((6 * h + 4 * q + 4 * config.intermediate_size) * (prompts + completions) + 2 * q * rows * prompt)
-    logits = V * completions + 2 * V * (part or completions)
-    return 4 * ((4 * trained + frozen) * parameters + trained * (states + V * h) + logits) / 1e9
+    return 4 * ((4 * trained + frozen) * parameters + trained * (states + V * h) + 3 * V * completions) / 1e9
 
 
 def qwen_gb():
