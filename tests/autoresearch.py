@@ -1,0 +1,200 @@
+"""The experiment loop of gsm8k_grpo_autoresearch.py for real, on a task that two CPU cores can measure. Not a test.
+
+    uv run python tests/autoresearch.py
+    uv run python tests/autoresearch.py --print
+
+The protocol in that script's docstring, with sums of two numbers below 30 in the place of GSM8K (800 rows of the same
+form, 500 of them to validate; 100 to test), two minutes of training in the place of twenty, and SCALE's smaller
+settings. All runs start from SmolLM2 after 16 SFT steps on these rows, made first. An experiment is a change of the
+best text so far: EXPERIMENTS lists them in the order in which they were thought of, later ones in the light of earlier
+results. Every run is a row of tests/autoresearch.tsv; its `commit` is the hash of the text that ran (git
+hash-object's). A loop that was stopped goes on from there, and --print runs nothing.
+"""
+
+import argparse
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from hashlib import sha1
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "tests/autoresearch.tsv"
+DATA, START = ROOT / "out/sums", ROOT / "out/sums_sft"
+COLUMNS = ["commit", "seed", "val_acc", "val_se", "steps", "train_seconds", "peak_gb", "status", "description"]
+SMALL = "--batch_size 8 --group_size 4 --max_new_tokens 12"
+SCALE = [
+    ("minutes: float = HfArg(default=20.0", "minutes: float = HfArg(default=2.0"),
+    ("batch_size: int = HfArg(default=16", "batch_size: int = HfArg(default=8"),
+    ("group_size: int = HfArg(default=8", "group_size: int = HfArg(default=4"),
+    ("max_new_tokens: int = HfArg(default=512", "max_new_tokens: int = HfArg(default=12"),
+    ("lr: float = HfArg(default=2e-6", "lr: float = HfArg(default=1e-5"),
+    ("config.batch_size * config.group_size // max(1, n)", "48 // max(1, n)"),  # the judge: whatever is trained with
+]
+SEEDS = range(5)  # of the noise floor, and of the last comparison
+
+LR, BATCH, GROUP = (
+    f"{knob}: {kind} = HfArg(default=%s,"
+    for knob, kind in (("lr", "float"), ("batch_size", "int"), ("group_size", "int"))
+)
+BACKWARD = ("            loss = torch.zeros((), device=policy.device)\n", "            norm = ")
+ONE_PASS = """            logprobs = token_logprobs(policy, *prompts, ids, mask)
+            loss = masked_mean(-advantages.view(-1, 1) * logprobs, mask)
+            loss.backward()
+"""
+BACKWARD_CALL = "            loss.backward()\n"
+ADVANTAGES = "advantages = group_advantages(rewards, scale_by_std=False)"
+ADAMW, STEP = "weight_decay=0.0, fused", "            optimizer.step()\n"
+LOADED = "policy, tokenizer = load(config.model, config.device)\n"
+LEFT = "1 - (step_started - training_started) / (60 * config.minutes)"
+# (idea, changes): a change is (text, its replacement), where the text may be given as its (beginning, what follows it).
+EXPERIMENTS = [
+    ("all groups in one backward pass", [(BACKWARD, ONE_PASS), (("def micro_batches", "def similar_lengths"), "")]),
+    ("lr 3e-5", [(LR % "1e-5", LR % "3e-5")]),
+    ("16 prompts x 2", [(BATCH % 8, BATCH % 16), (GROUP % 4, GROUP % 2)]),
+    ("4 prompts x 8", [(BATCH % 8, BATCH % 4), (GROUP % 4, GROUP % 8)]),
+    ("no baseline", [(ADVANTAGES, "advantages = rewards")]),
+    ("lr falls linearly to 0", [(STEP, f'            optimizer.param_groups[0]["lr"] = config.lr * ({LEFT})\n{STEP}')]),
+    ("batch mean as the baseline", [(ADVANTAGES, "advantages = rewards - rewards.mean()")]),
+    ("z-score", [(ADVANTAGES, "advantages = group_advantages(rewards)")]),
+    ("AdamW betas 0.9, 0.95", [(ADAMW, f"betas=(0.9, 0.95), {ADAMW}")]),
+    ("embeddings frozen", [(LOADED, f"{LOADED}    policy.get_input_embeddings().requires_grad_(False)\n")]),
+    ("right completions only", [(ADVANTAGES, f"{ADVANTAGES}.clamp(min=0)")]),
+    ("gradients not clipped", [("policy.parameters(), 1.0, error", "policy.parameters(), 1e9, error")]),
+]
+
+
+def prepare(model):
+    """The rows and the checkpoint that all runs start from, once."""
+    if not DATA.exists():
+        rows = [{"question": f"What is {a} + {b}?", "answer": f"#### {a + b}"} for a in range(30) for b in range(30)]
+        random.Random(0).shuffle(rows)
+        DATA.mkdir(parents=True)
+        for name, part in (("train", rows[:800]), ("test", rows[800:])):
+            (DATA / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    if not START.exists():  # one GRPO step with lr 0: SFT alone
+        flags = f"--model {model} --data {DATA} --save {START} {SMALL} --eval_size 100"
+        flags += " --sft_steps 16 --sft_lr 1e-5 --steps 1 --lr 0 --beta 0"
+        subprocess.run([sys.executable, ROOT / "gsm8k_sft_grpo.py", *flags.split()], check=True)
+
+
+def changed(text, changes):
+    """The text after its changes; each must fit in one place."""
+    for old, new in changes:
+        if isinstance(old, tuple):
+            begin = text.index(old[0])
+            old = text[begin : text.index(old[1], begin)]
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+def rows():
+    """What is stored, a dict per run."""
+    if not RESULTS.exists():
+        RESULTS.write_text("\t".join(COLUMNS) + "\n")
+    return [dict(zip(COLUMNS, line.split("\t"))) for line in RESULTS.read_text().splitlines()[1:]]
+
+
+def name_of(text):
+    return sha1(f"blob {len(text.encode())}\0{text}".encode()).hexdigest()[:7]
+
+
+def result(text, seed, description, *flags):
+    """The row of the text with a seed: a stored one, or that of a run, which has no status yet."""
+    for row in rows():
+        if (row["seed"], row["description"]) == (str(seed), description):
+            return row
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gsm8k_grpo_autoresearch.py"
+        path.write_text(text)
+        command = [sys.executable, path, "--model", START, "--data", DATA, "--seed", str(seed), *flags]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    summary = done.stdout.split("\n---\n")[-1].replace("test_", "val_")
+    row = dict.fromkeys(COLUMNS[2:7], "0.000") | dict(re.findall(r"^(\w+): (\S+)", summary, re.MULTILINE))
+    row |= {"commit": name_of(text), "seed": str(seed), "description": description}
+    return row | ({"status": "crash"} if done.returncode or float(row["train_seconds"]) > 180 else {})
+
+
+def log(row, status):
+    """Append a run that is not stored yet; its val_acc."""
+    row = {"status": status} | row
+    if row not in rows():
+        line = "\t".join(row[column] for column in COLUMNS)
+        with RESULTS.open("a") as file:
+            file.write(line + "\n")
+        print(line, flush=True)
+    return float(row["val_acc"])
+
+
+def loop():
+    """The protocol, one experiment after the other; the first and the best text."""
+    best = baseline = changed((ROOT / "gsm8k_grpo_autoresearch.py").read_text(), SCALE)
+    floor = [log(result(best, seed, "baseline"), "baseline") for seed in SEEDS]
+    accuracies, error = floor[:2], float(result(best, 0, "baseline")["val_se"])
+    for description, changes in EXPERIMENTS:
+        text = changed(best, changes)
+        first = result(text, 0, description)
+        gap = float(first["val_acc"]) - accuracies[0]
+        deletion = abs(gap) <= error and len(text) < len(best)  # shorter, and nothing was seen
+        if not deletion and gap <= error:
+            log(first, "revert")
+            continue
+        log(first, "candidate")
+        second = result(text, 1, description)
+        gap = float(second["val_acc"]) - accuracies[1]
+        if gap > error or (deletion and gap >= -error):
+            log(second, "keep")
+            best = text
+            if not deletion:  # after a deletion they stay, or many small losses would add up
+                accuracies, error = [float(row["val_acc"]) for row in (first, second)], float(first["val_se"])
+        else:
+            log(second, "revert")
+    return baseline, best
+
+
+def report():
+    """The stored rows as Markdown, with differences to the best of their time."""
+    stored = rows()
+    floor = [float(row["val_acc"]) for row in stored if row["status"] == "baseline"]
+    best, error = floor[:2], float(stored[0]["val_se"])
+    text = ["| experiment | seed 0 | to the best | seed 1 | to the best | |", "|---|---|---|---|---|---|"]
+    first_looks = confirmed = 0
+    tried = dict.fromkeys(r["description"] for r in stored if r["status"] in ("candidate", "revert", "crash", "keep"))
+    for description in tried:
+        runs = [row for row in stored if row["description"] == description]
+        accuracies = [float(row["val_acc"]) for row in runs]
+        gaps = [a - b for a, b in zip(accuracies, best)]
+        cells = [cell for a, gap in zip(accuracies, gaps) for cell in (f"{a:.3f}", f"{gap:+.3f}")]
+        text.append(f"| {description} | {' | '.join(cells + ['-'] * (4 - len(cells)))} | {runs[-1]['status']} |")
+        if gaps[0] > error:
+            first_looks += 1
+            if runs[-1]["status"] == "keep":
+                confirmed += 1
+                best, error = accuracies, float(runs[0]["val_se"])
+    spread = f"{statistics.mean(floor):.3f}, standard deviation {statistics.stdev(floor):.3f}"
+    hours = sum(float(row["train_seconds"]) for row in stored) / 3600
+    text += ["", f"Baseline, {len(floor)} seeds: {', '.join(f'{a:.3f}' for a in floor)}; mean {spread}."]
+    text += [f"{len(tried)} experiments, {len(stored)} runs, {hours:.1f} hours of training."]
+    text += [f"Above the best by more than a standard error, seed 0: {first_looks}; with seed 1 again: {confirmed}."]
+    return "\n".join(text)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=ROOT / "out/smollm2", help="what SFT starts from: tests/smollm2.py")
+    parser.add_argument("--print", action="store_true", help="show the stored results, run nothing")
+    args = parser.parse_args()
+    if not args.print:
+        prepare(Path(args.model).resolve())
+        baseline, best = loop()
+        print(name_of(baseline), name_of(best))
+    print(report())
+
+
+if __name__ == "__main__":
+    main()
