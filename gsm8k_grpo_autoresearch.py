@@ -62,7 +62,7 @@ One experiment, over and over:
  5. Append a row to results.tsv: short hash, seed, the numbers as printed, status, and the idea in a few words. Rejected
     ideas get their row too: it is all that is left of them.
  6. Decide by the difference to BEST's val_acc of the same seed. It counts only beyond val_se (3.4 points for 200
-    problems at 35%): up to one in four ideas without any effect gets there by luck, so a winner is run again with
+    problems at 35%): up to one in three ideas without any effect gets there by luck, so a winner is run again with
     --seed 1.
     - above by more than val_se: status `candidate`. RUN --seed 1. Above BEST's by more than val_se again:
       `keep`, else `revert`.
@@ -285,7 +285,7 @@ def forward(model, ids, mask, cache, keep=0):
         logits = forward(model.eval(), ids, mask, cache, keep)
         model.train()
         return logits
-    # Positions count real tokens. Without them and the mask, 12 pads moved a log-probability by 0.8 nats on average.
+    # Positions count real tokens. Without them and the mask, 12 pads moved a log-probability by 0.5 nats on average.
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
     # transformers renamed past_key_values to cache, and ignores the name that it does not know.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"

@@ -45,7 +45,6 @@ VARIANTS = {
     "groups of 8": ("minimal_grpo", "--steps 16 --batch_size 2 --group_size 8", 3),
     "groups of 16": ("minimal_grpo", "--steps 16 --batch_size 1 --group_size 16", 3),
     "PPO": ("minimal_ppo", "--steps 16", 3),
-    "PPO, critic_lr 1e-4": ("minimal_ppo", "--steps 16 --critic_lr 1e-4", 3),
     "DPO": ("minimal_dpo", "--steps 32 --batch_size 4", 3),
     "SFT": ("minimal_sft", "--steps 32 --batch_size 4", 3),
 }
@@ -111,7 +110,7 @@ def difference(found, base, value):
 def verdict(what, gap, half):
     if abs(gap) > half:
         return f"{what} {'higher' if gap > 0 else 'lower'} by {abs(gap):.3f}"
-    return f"{what} not distinguished ({half:.3f} would have been seen)"
+    return f"{what} not distinguished ({half:.3f} would have been)"
 
 
 def report():

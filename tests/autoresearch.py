@@ -46,11 +46,38 @@ ONE_PASS = """            logprobs = token_logprobs(policy, *prompts, ids, mask)
             loss = masked_mean(-advantages.view(-1, 1) * logprobs, mask)
             loss.backward()
 """
-BACKWARD_CALL = "            loss.backward()\n"
+GRADIENT = "            loss.backward()\n"
 ADVANTAGES = "advantages = group_advantages(rewards, scale_by_std=False)"
+BATCH_MEAN = "advantages = rewards - rewards.mean()"
 ADAMW, STEP = "weight_decay=0.0, fused", "            optimizer.step()\n"
 LOADED = "policy, tokenizer = load(config.model, config.device)\n"
+FROZEN = "    policy.get_input_embeddings().requires_grad_(False)\n"
+LOWER_HALF = "    policy.model.layers[:15].requires_grad_(False)\n"
+UPDATE = ("            logprobs = token_logprobs(", "            steps = step")
+GROUP_LR = 'optimizer.param_groups[0]["lr"]'
 LEFT = "1 - (step_started - training_started) / (60 * config.minutes)"
+TWO_EPOCHS = """            for epoch in range(2):
+                logprobs = token_logprobs(policy, *prompts, ids, mask)
+                old = logprobs.detach() if epoch == 0 else old
+                ratio, A = (logprobs - old).exp(), advantages.view(-1, 1)
+                loss = masked_mean(-torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A), mask)
+                loss.backward()
+                norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
+                optimizer.step()
+                optimizer.zero_grad()
+"""
+NEAR = """near = [abs(float(extract_answer(text) or 99) - float(batch[i // config.group_size][2])) < 2
+                    for i, text in enumerate(texts)]
+            credit = torch.maximum(rewards, 0.5 * torch.tensor(near).view_as(rewards).to(rewards))
+            advantages = credit - credit.mean()"""
+DRAW = "batch = rng.sample(train, config.batch_size)\n"
+REPLAY = "batch = mixed + rng.sample(train, config.batch_size - len(mixed))\n"
+MIXED = "mixed = [problem for problem, r in zip(batch, rewards) if 0 < r.mean() < 1][:config.batch_size // 2]"
+GOLD = """            stop = [tokenizer.eos_token_id]
+            gold = [tokenizer(s, add_special_tokens=False).input_ids + stop for _, s, _ in batch]
+            gold = pad(gold, tokenizer.pad_token_id, "right")
+            loss = loss + masked_mean(-token_logprobs(policy, *prompts, *gold), gold[1])
+"""
 # (idea, changes): a change is (text, its replacement), where the text may be given as its (beginning, what follows it).
 EXPERIMENTS = [
     ("all groups in one backward pass", [(BACKWARD, ONE_PASS), (("def micro_batches", "def similar_lengths"), "")]),
@@ -58,13 +85,29 @@ EXPERIMENTS = [
     ("16 prompts x 2", [(BATCH % 8, BATCH % 16), (GROUP % 4, GROUP % 2)]),
     ("4 prompts x 8", [(BATCH % 8, BATCH % 4), (GROUP % 4, GROUP % 8)]),
     ("no baseline", [(ADVANTAGES, "advantages = rewards")]),
-    ("lr falls linearly to 0", [(STEP, f'            optimizer.param_groups[0]["lr"] = config.lr * ({LEFT})\n{STEP}')]),
-    ("batch mean as the baseline", [(ADVANTAGES, "advantages = rewards - rewards.mean()")]),
-    ("z-score", [(ADVANTAGES, "advantages = group_advantages(rewards)")]),
+    ("lr falls linearly to 0", [(STEP, f"            {GROUP_LR} = config.lr * ({LEFT})\n{STEP}")]),
+    ("batch mean as the baseline", [(ADVANTAGES, BATCH_MEAN)]),
+    ("z-score of the batch", [(BATCH_MEAN, "advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)")]),
     ("AdamW betas 0.9, 0.95", [(ADAMW, f"betas=(0.9, 0.95), {ADAMW}")]),
-    ("embeddings frozen", [(LOADED, f"{LOADED}    policy.get_input_embeddings().requires_grad_(False)\n")]),
-    ("right completions only", [(ADVANTAGES, f"{ADVANTAGES}.clamp(min=0)")]),
+    ("embeddings frozen", [(LOADED, LOADED + FROZEN)]),
+    ("right completions only", [(BATCH_MEAN, "advantages = (rewards - rewards.mean()).clamp(min=0)")]),
     ("gradients not clipped", [("policy.parameters(), 1.0, error", "policy.parameters(), 1e9, error")]),
+    ("lr 5e-6", [(LR % "1e-5", LR % "5e-6")]),
+    ("lr rises over five steps", [(STEP, f"            {GROUP_LR} = config.lr * min(1, step / 5)\n{STEP}")]),
+    ("16 prompts x 4", [(BATCH % 8, BATCH % 16)]),
+    ("4 prompts x 4", [(BATCH % 8, BATCH % 4)]),
+    ("embeddings and lower half frozen", [(LOADED, LOADED + FROZEN + LOWER_HALF)]),
+    ("two inner epochs, ratio, clip", [(UPDATE, TWO_EPOCHS)]),
+    ("half a point for a sum that is off by 1", [(BATCH_MEAN, NEAR)]),
+    (
+        "prompts of mixed outcome again in the next step",
+        [
+            (DRAW, REPLAY),
+            ("steps, training_started = 0,", "mixed, steps, training_started = [], 0,"),
+            (BATCH_MEAN, f"{MIXED}\n            {BATCH_MEAN}"),
+        ],
+    ),
+    ("gold solutions imitated as well", [(GRADIENT, GOLD + GRADIENT)]),
 ]
 
 
@@ -181,18 +224,25 @@ def report():
     text += ["", f"Baseline, {len(floor)} seeds: {', '.join(f'{a:.3f}' for a in floor)}; mean {spread}."]
     text += [f"{len(tried)} experiments, {len(stored)} runs, {hours:.1f} hours of training."]
     text += [f"Above the best by more than a standard error, seed 0: {first_looks}; with seed 1 again: {confirmed}."]
+    for kind in ("baseline, test rows", "best, test rows"):
+        found = [float(row["val_acc"]) for row in stored if row["description"] == kind]
+        text += [f"{kind}: {', '.join(f'{a:.3f}' for a in found)}; mean {statistics.mean(found):.3f}."] if found else []
     return "\n".join(text)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=ROOT / "out/smollm2", help="what SFT starts from: tests/smollm2.py")
+    parser.add_argument("--end", action="store_true", help="end the loop: the first and the best on the test rows")
     parser.add_argument("--print", action="store_true", help="show the stored results, run nothing")
     args = parser.parse_args()
     if not args.print:
         prepare(Path(args.model).resolve())
         baseline, best = loop()
-        print(name_of(baseline), name_of(best))
+        if args.end:
+            for name, text in (("baseline", baseline), ("best", best)):
+                for seed in SEEDS[:2]:
+                    log(result(text, seed, f"{name}, test rows", "--split", "test", "--eval_size", "0"), "test")
     print(report())
 
 
