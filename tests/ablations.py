@@ -7,12 +7,14 @@ Every run is a command line of a script, 16 steps of 16 rollouts (SFT and DPO: t
 inner epochs make, 4 prompts each). So that the task leaves room, one line of `toy_data` is another one in all runs: the
 sums of 8 to 20, 169 of them, 80 to train on and 89 held out; and evaluation takes 48 problems at a time, for speed. All
 start from one checkpoint, SmolLM2 after 8 SFT steps on these sums, made first. What no flag reaches is a copy of the
-script with one line changed, given below. Each finished run is a line of tests/ablations.jsonl: a study that was
-stopped goes on where it was, and --print runs nothing.
+script with one line changed, given below. Runs have one thread each, so that their seconds compare. Each finished run
+is a line of tests/ablations.jsonl: a study that was stopped goes on where it was, and --print runs nothing. Whoever
+changes a variant deletes its lines.
 """
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -59,19 +61,25 @@ def run(script, flags, changes=()):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{script}.py"
         path.write_text(source)
-        done = subprocess.run([sys.executable, path, *flags.split()], stdout=subprocess.PIPE, text=True, check=True)
-    return done.stdout
+        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [sys.executable, path, *map(str, flags)], stdout=subprocess.PIPE, text=True, check=True, env=one_thread
+        ).stdout
 
 
 def measure(variant, seed):
     """One run as a dict: rewards of its steps, held-out accuracy after, seconds, peak GB."""
     script, flags, _, *changes = VARIANTS[variant]
-    flags = f"{flags} --seed {seed}".replace("  ", " ")
-    output = run(script, f"--model {START} {flags}", changes)
+    flags = [*flags.split(), "--seed", str(seed)]
+    output = run(script, ["--model", START, *flags], changes)
     last = dict(re.findall(r"^(\w+): (\S+)", output.split("\n---\n")[1], re.MULTILINE))
     numbers = {name: float(last[name]) for name in ("accuracy_before", "accuracy_after", "seconds", "peak_gb")}
     rewards = [float(value) for value in re.findall(r"^step .*  reward (\S+)", output, re.MULTILINE)]
-    return {"variant": variant, "seed": seed, "flags": flags, **numbers, "rewards": rewards}
+    if (
+        "interrupted: no more training" in output
+    ):  # a script that gets Ctrl-C evaluates and ends well: not a run of the study
+        raise KeyboardInterrupt
+    return {"variant": variant, "seed": seed, "flags": " ".join(flags), **numbers, "rewards": rewards}
 
 
 def finished():
@@ -83,7 +91,9 @@ def finished():
 def study(model, seeds):
     """All runs that are not there yet, seed by seed, so that a stopped study has compared everything at least once."""
     if not START.exists():
-        run("minimal_sft", f"--model {model} --steps 8 --save {START}")
+        new = START.with_name("new")  # becomes START when it is whole
+        run("minimal_sft", ["--model", model, "--steps", 8, "--save", new])
+        new.rename(START)
     for seed in seeds:
         for variant, (_, _, count, *_) in VARIANTS.items():
             if seed < count and (variant, seed) not in finished():
@@ -102,8 +112,10 @@ def accuracy(result):
 
 
 def difference(found, base, value):
-    """Mean of the differences to the textbook, seed by seed, and half of its 95% interval (Student's t)."""
+    """Mean of the differences to the textbook, seed by seed, and half of its 95% interval (Student's t); or None."""
     pairs = [value(found[seed]) - value(base[seed]) for seed in found if seed in base]
+    if len(pairs) < 2:
+        return None
     return statistics.mean(pairs), T95[len(pairs)] * statistics.stdev(pairs) / len(pairs) ** 0.5
 
 
@@ -121,7 +133,7 @@ def report():
     text += ["| variant | seeds | held-out accuracy | difference | reward, last 10 | difference | 80% at | s | GB |"]
     text += ["|---|---|---|---|---|---|---|---|---|"]
     for name, found in by_name.items():
-        runs, comparable = list(found.values()), name != TEXTBOOK and len(found) > 1
+        runs = list(found.values())
         if not runs:
             continue
         cells, verdicts = [], []
@@ -130,7 +142,7 @@ def report():
                 cells += ["-", "-"]
                 continue
             cells.append(f"{statistics.mean(map(value, runs)):.3f}")
-            gap = difference(found, base, value) if comparable else None
+            gap = difference(found, base, value) if name != TEXTBOOK else None
             cells.append("{:+.3f} +- {:.3f}".format(*gap) if gap else "-")
             verdicts += [verdict(what, *gap)] if gap else []
         firsts = [next((str(i) for i, x in enumerate(r["rewards"], 1) if x >= 0.8), "never") for r in runs]

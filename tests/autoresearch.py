@@ -7,12 +7,14 @@ The protocol in that script's docstring, with sums of two numbers below 30 in th
 form, 500 of them to validate; 100 to test), two minutes of training in the place of twenty, and SCALE's smaller
 settings. All runs start from SmolLM2 after 16 SFT steps on these rows, made first. An experiment is a change of the
 best text so far: EXPERIMENTS lists them in the order in which they were thought of, later ones in the light of earlier
-results. Every run is a row of tests/autoresearch.tsv; its `commit` is the hash of the text that ran (git
-hash-object's). A loop that was stopped goes on from there, and --print runs nothing.
+results. Every run has one thread and becomes a row of tests/autoresearch.tsv; its `commit` is the hash of the text that
+ran (git hash-object's), made from the script as of commit 4dd6cad. A loop that was stopped goes on from there, and
+--print runs nothing. Whoever changes an experiment deletes its rows. Left out of the protocol: judging peak memory.
 """
 
 import argparse
 import json
+import os
 import random
 import re
 import statistics
@@ -35,7 +37,8 @@ SCALE = [
     ("lr: float = HfArg(default=2e-6", "lr: float = HfArg(default=1e-5"),
     ("config.batch_size * config.group_size // max(1, n)", "48 // max(1, n)"),  # the judge: whatever is trained with
 ]
-SEEDS = range(5)  # of the noise floor, and of the last comparison
+SEEDS = range(5)  # of the noise floor
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 
 LR, BATCH, GROUP = (
     f"{knob}: {kind} = HfArg(default=%s,"
@@ -113,16 +116,18 @@ EXPERIMENTS = [
 
 def prepare(model):
     """The rows and the checkpoint that all runs start from, once."""
-    if not DATA.exists():
+    if not (DATA / "test.jsonl").exists():
         rows = [{"question": f"What is {a} + {b}?", "answer": f"#### {a + b}"} for a in range(30) for b in range(30)]
         random.Random(0).shuffle(rows)
-        DATA.mkdir(parents=True)
+        DATA.mkdir(parents=True, exist_ok=True)
         for name, part in (("train", rows[:800]), ("test", rows[800:])):
             (DATA / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     if not START.exists():  # one GRPO step with lr 0: SFT alone
-        flags = f"--model {model} --data {DATA} --save {START} {SMALL} --eval_size 100"
-        flags += " --sft_steps 16 --sft_lr 1e-5 --steps 1 --lr 0 --beta 0"
-        subprocess.run([sys.executable, ROOT / "gsm8k_sft_grpo.py", *flags.split()], check=True)
+        new = START.with_name("sums_new")  # becomes START when it is whole
+        flags = f"{SMALL} --eval_size 100 --sft_steps 16 --sft_lr 1e-5 --steps 1 --lr 0 --beta 0".split()
+        command = [sys.executable, ROOT / "gsm8k_sft_grpo.py", "--model", model, "--data", DATA, "--save", new, *flags]
+        subprocess.run(command, check=True, env=ONE_THREAD)
+        new.rename(START)
 
 
 def changed(text, changes):
@@ -138,9 +143,8 @@ def changed(text, changes):
 
 def rows():
     """What is stored, a dict per run."""
-    if not RESULTS.exists():
-        RESULTS.write_text("\t".join(COLUMNS) + "\n")
-    return [dict(zip(COLUMNS, line.split("\t"))) for line in RESULTS.read_text().splitlines()[1:]]
+    lines = RESULTS.read_text().splitlines()[1:] if RESULTS.exists() else []
+    return [dict(zip(COLUMNS, line.split("\t"))) for line in lines]
 
 
 def name_of(text):
@@ -156,17 +160,24 @@ def result(text, seed, description, *flags):
         path = Path(folder) / "gsm8k_grpo_autoresearch.py"
         path.write_text(text)
         command = [sys.executable, path, "--model", START, "--data", DATA, "--seed", str(seed), *flags]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=ONE_THREAD)
+    if (
+        "interrupted: no more training" in done.stdout
+    ):  # a script that gets Ctrl-C evaluates and ends well: not a run of the loop
+        raise KeyboardInterrupt
     summary = done.stdout.split("\n---\n")[-1].replace("test_", "val_")
     row = dict.fromkeys(COLUMNS[2:7], "0.000") | dict(re.findall(r"^(\w+): (\S+)", summary, re.MULTILINE))
     row |= {"commit": name_of(text), "seed": str(seed), "description": description}
-    return row | ({"status": "crash"} if done.returncode or float(row["train_seconds"]) > 180 else {})
+    crashed = done.returncode or float(row["train_seconds"]) > 150  # a last step has begun within 120
+    return row | ({"status": "crash", "val_acc": "0.000"} if crashed else {})
 
 
 def log(row, status):
     """Append a run that is not stored yet; its val_acc."""
     row = {"status": status} | row
     if row not in rows():
+        if not RESULTS.exists():
+            RESULTS.write_text("\t".join(COLUMNS) + "\n")
         line = "\t".join(row[column] for column in COLUMNS)
         with RESULTS.open("a") as file:
             file.write(line + "\n")
@@ -178,6 +189,8 @@ def loop():
     """The protocol, one experiment after the other; the first and the best text."""
     best = baseline = changed((ROOT / "gsm8k_grpo_autoresearch.py").read_text(), SCALE)
     floor = [log(result(best, seed, "baseline"), "baseline") for seed in SEEDS]
+    if not all(floor):
+        sys.exit("the baseline crashed or solves nothing: there is nothing to improve")
     accuracies, error = floor[:2], float(result(best, 0, "baseline")["val_se"])
     for description, changes in EXPERIMENTS:
         text = changed(best, changes)
@@ -203,6 +216,8 @@ def loop():
 def report():
     """The stored rows as Markdown, with differences to the best of their time."""
     stored = rows()
+    if len(stored) < len(SEEDS):
+        return "no results yet"
     floor = [float(row["val_acc"]) for row in stored if row["status"] == "baseline"]
     best, error = floor[:2], float(stored[0]["val_se"])
     text = ["| experiment | seed 0 | to the best | seed 1 | to the best | |", "|---|---|---|---|---|---|"]

@@ -1,6 +1,7 @@
 """The two studies: their arithmetic, their decisions, that they go on where they stopped, and the README's tables."""
 
 import json
+from types import SimpleNamespace
 
 import ablations
 import autoresearch
@@ -41,7 +42,8 @@ def test_variants_are_command_lines_of_the_scripts(variant, tmp_path):
 
 def test_task_is_the_sums_of_8_to_20(tiny):
     changes = [("if __name__ ==", 'print(*toy_data(), sep="\\n")\nif __name__ ==')]
-    output = ablations.run("minimal_sft", f"--model {tiny} --steps 1 --max_new_tokens 1", changes).splitlines()
+    flags = ["--model", tiny, "--steps", 1, "--max_new_tokens", 1]
+    output = ablations.run("minimal_sft", flags, changes).splitlines()
     train, held_out = map(eval, output[:2])
     assert len(train) == 80 and len(held_out) == 89 and not set(train) & set(held_out)
     assert {(f"What is {a} + {b}?", str(a + b)) for a in range(8, 21) for b in range(8, 21)} == set(train + held_out)
@@ -135,14 +137,36 @@ def test_loop_keeps_what_wins_twice_and_deletions_that_cost_nothing(results, mon
     assert "5 experiments, 13 runs" in text and "seed 0: 2; with seed 1 again: 1" in text
 
 
-def test_experiments_fit_on_the_best_text_of_their_time(monkeypatch):
-    monkeypatch.setattr(autoresearch, "log", lambda row, status: float(row["val_acc"]))
+def test_stored_loop_replays_and_the_readme_shows_it(monkeypatch):
+    """Every experiment fits on the best text of its time, and every decision is the stored one."""
+    decisions = []
+
+    def log(row, status):
+        decisions.append((row["description"], row["seed"], status))
+        return float(row["val_acc"])
 
     def result(text, seed, description):
         compile(text, description, "exec")
-        return next(r for r in autoresearch.rows() if (r["description"], r["seed"]) == (description, str(seed)))
+        return next(r for r in stored if (r["description"], r["seed"]) == (description, str(seed)))
 
+    stored = autoresearch.rows()
+    monkeypatch.setattr(autoresearch, "log", log)
     monkeypatch.setattr(autoresearch, "result", result)
     first, best = autoresearch.loop()
-    assert first != best
-    assert len(autoresearch.EXPERIMENTS) >= 20 and autoresearch.report() in README
+    assert first != best and len(autoresearch.EXPERIMENTS) >= 20
+    assert decisions == [(r["description"], r["seed"], r["status"]) for r in stored if r["status"] != "test"]
+    assert autoresearch.report() in README
+
+
+def test_a_crash_is_no_result_and_an_interrupted_run_is_none(results, monkeypatch):
+    def run(output, returncode=0):
+        done = SimpleNamespace(stdout=output, returncode=returncode)
+        monkeypatch.setattr(autoresearch.subprocess, "run", lambda *_, **__: done)
+        return autoresearch.result("text", 0, "an idea")
+
+    summary = "---\nval_acc: 0.500 (100/200)\nval_se: 0.035\nsteps: 9\ntrain_seconds: {}\nseconds: 170\npeak_gb: 4.00\n"
+    assert run("\n" + summary.format(125))["val_acc"] == "0.500" and "status" not in run("\n" + summary.format(125))
+    for row in (run("\n" + summary.format(200)), run("\n" + summary.format(125), returncode=1), run("", returncode=1)):
+        assert (row["val_acc"], row["status"]) == ("0.000", "crash")
+    with pytest.raises(KeyboardInterrupt):
+        run("interrupted: no more training\n" + summary.format(60))
