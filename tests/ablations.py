@@ -75,9 +75,7 @@ def measure(variant, seed):
     last = dict(re.findall(r"^(\w+): (\S+)", output.split("\n---\n")[1], re.MULTILINE))
     numbers = {name: float(last[name]) for name in ("accuracy_before", "accuracy_after", "seconds", "peak_gb")}
     rewards = [float(value) for value in re.findall(r"^step .*  reward (\S+)", output, re.MULTILINE)]
-    if (
-        "interrupted: no more training" in output
-    ):  # a script that gets Ctrl-C evaluates and ends well: not a run of the study
+    if "interrupted: no more training" in output:  # Ctrl-C ends a script well, but this is no run of the study
         raise KeyboardInterrupt
     return {"variant": variant, "seed": seed, "flags": " ".join(flags), **numbers, "rewards": rewards}
 

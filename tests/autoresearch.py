@@ -161,9 +161,7 @@ def result(text, seed, description, *flags):
         path.write_text(text)
         command = [sys.executable, path, "--model", START, "--data", DATA, "--seed", str(seed), *flags]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=ONE_THREAD)
-    if (
-        "interrupted: no more training" in done.stdout
-    ):  # a script that gets Ctrl-C evaluates and ends well: not a run of the loop
+    if "interrupted: no more training" in done.stdout:  # Ctrl-C ends a script well, but this is no run of the loop
         raise KeyboardInterrupt
     summary = done.stdout.split("\n---\n")[-1].replace("test_", "val_")
     row = dict.fromkeys(COLUMNS[2:7], "0.000") | dict(re.findall(r"^(\w+): (\S+)", summary, re.MULTILINE))
