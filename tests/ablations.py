@@ -52,19 +52,34 @@ VARIANTS = {
 }
 
 
-def run(script, flags, changes=()):
-    """Run a copy of a script with the task's lines and `changes`; its output. Raises if it fails."""
-    source = (ROOT / f"{script}.py").read_text()
-    for old, new in [*TASK, *changes]:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
+def changed(text, changes):
+    """The text after its changes (old, new), each in one place; old may be (its beginning, what follows it)."""
+    for old, new in changes:
+        if isinstance(old, tuple):
+            begin = text.index(old[0])
+            old = text[begin : text.index(old[1], begin)]
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+def run_copy(script, text, flags):
+    """Run the text of a script as a command line, with one thread; the finished process."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{script}.py"
-        path.write_text(source)
-        one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [sys.executable, path, *map(str, flags)], stdout=subprocess.PIPE, text=True, check=True, env=one_thread
-        ).stdout
+        path.write_text(text)
+        command, one_thread = [sys.executable, path, *map(str, flags)], os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=one_thread)
+    if "interrupted: no more training" in done.stdout:  # Ctrl-C ends a script well, but this is no run of a study
+        raise KeyboardInterrupt
+    return done
+
+
+def run(script, flags, changes=()):
+    """Run a script with the task's lines and `changes`; its output. Raises if it fails."""
+    done = run_copy(script, changed((ROOT / f"{script}.py").read_text(), [*TASK, *changes]), flags)
+    done.check_returncode()
+    return done.stdout
 
 
 def measure(variant, seed):
@@ -75,8 +90,6 @@ def measure(variant, seed):
     last = dict(re.findall(r"^(\w+): (\S+)", output.split("\n---\n")[1], re.MULTILINE))
     numbers = {name: float(last[name]) for name in ("accuracy_before", "accuracy_after", "seconds", "peak_gb")}
     rewards = [float(value) for value in re.findall(r"^step .*  reward (\S+)", output, re.MULTILINE)]
-    if "interrupted: no more training" in output:  # Ctrl-C ends a script well, but this is no run of the study
-        raise KeyboardInterrupt
     return {"variant": variant, "seed": seed, "flags": " ".join(flags), **numbers, "rewards": rewards}
 
 

@@ -1,6 +1,6 @@
 """The experiment loop of gsm8k_grpo_autoresearch.py for real, on a task that two CPU cores can measure. Not a test.
 
-    uv run python tests/autoresearch.py
+    uv run python tests/autoresearch.py --end
     uv run python tests/autoresearch.py --print
 
 The protocol in that script's docstring, with sums of two numbers below 30 in the place of GSM8K (800 rows of the same
@@ -14,17 +14,15 @@ ran (git hash-object's), made from the script as of commit 4dd6cad. A loop that 
 
 import argparse
 import json
-import os
 import random
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 from hashlib import sha1
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from ablations import ROOT, changed, run_copy
+
 RESULTS = ROOT / "tests/autoresearch.tsv"
 DATA, START = ROOT / "out/sums", ROOT / "out/sums_sft"
 COLUMNS = ["commit", "seed", "val_acc", "val_se", "steps", "train_seconds", "peak_gb", "status", "description"]
@@ -38,7 +36,6 @@ SCALE = [
     ("config.batch_size * config.group_size // max(1, n)", "48 // max(1, n)"),  # the judge: whatever is trained with
 ]
 SEEDS = range(5)  # of the noise floor
-ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 
 LR, BATCH, GROUP = (
     f"{knob}: {kind} = HfArg(default=%s,"
@@ -81,7 +78,7 @@ GOLD = """            stop = [tokenizer.eos_token_id]
             gold = pad(gold, tokenizer.pad_token_id, "right")
             loss = loss + masked_mean(-token_logprobs(policy, *prompts, *gold), gold[1])
 """
-# (idea, changes): a change is (text, its replacement), where the text may be given as its (beginning, what follows it).
+# (idea, changes), as `changed` takes them
 EXPERIMENTS = [
     ("all groups in one backward pass", [(BACKWARD, ONE_PASS), (("def micro_batches", "def similar_lengths"), "")]),
     ("lr 3e-5", [(LR % "1e-5", LR % "3e-5")]),
@@ -125,20 +122,9 @@ def prepare(model):
     if not START.exists():  # one GRPO step with lr 0: SFT alone
         new = START.with_name("sums_new")  # becomes START when it is whole
         flags = f"{SMALL} --eval_size 100 --sft_steps 16 --sft_lr 1e-5 --steps 1 --lr 0 --beta 0".split()
-        command = [sys.executable, ROOT / "gsm8k_sft_grpo.py", "--model", model, "--data", DATA, "--save", new, *flags]
-        subprocess.run(command, check=True, env=ONE_THREAD)
+        flags = ["--model", model, "--data", DATA, "--save", new, *flags]
+        run_copy("gsm8k_sft_grpo", (ROOT / "gsm8k_sft_grpo.py").read_text(), flags).check_returncode()
         new.rename(START)
-
-
-def changed(text, changes):
-    """The text after its changes; each must fit in one place."""
-    for old, new in changes:
-        if isinstance(old, tuple):
-            begin = text.index(old[0])
-            old = text[begin : text.index(old[1], begin)]
-        assert text.count(old) == 1, old
-        text = text.replace(old, new)
-    return text
 
 
 def rows():
@@ -156,13 +142,8 @@ def result(text, seed, description, *flags):
     for row in rows():
         if (row["seed"], row["description"]) == (str(seed), description):
             return row
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "gsm8k_grpo_autoresearch.py"
-        path.write_text(text)
-        command = [sys.executable, path, "--model", START, "--data", DATA, "--seed", str(seed), *flags]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=ONE_THREAD)
-    if "interrupted: no more training" in done.stdout:  # Ctrl-C ends a script well, but this is no run of the loop
-        raise KeyboardInterrupt
+    flags = ["--model", START, "--data", DATA, "--seed", seed, *flags]
+    done = run_copy("gsm8k_grpo_autoresearch", text, flags)
     summary = done.stdout.split("\n---\n")[-1].replace("test_", "val_")
     row = dict.fromkeys(COLUMNS[2:7], "0.000") | dict(re.findall(r"^(\w+): (\S+)", summary, re.MULTILINE))
     row |= {"commit": name_of(text), "seed": str(seed), "description": description}

@@ -161,7 +161,7 @@ def test_stored_loop_replays_and_the_readme_shows_it(monkeypatch):
 def test_a_crash_is_no_result_and_an_interrupted_run_is_none(results, monkeypatch):
     def run(output, returncode=0):
         done = SimpleNamespace(stdout=output, returncode=returncode)
-        monkeypatch.setattr(autoresearch.subprocess, "run", lambda *_, **__: done)
+        monkeypatch.setattr(ablations.subprocess, "run", lambda *_, **__: done)
         return autoresearch.result("text", 0, "an idea")
 
     summary = "---\nval_acc: 0.500 (100/200)\nval_se: 0.035\nsteps: 9\ntrain_seconds: {}\nseconds: 170\npeak_gb: 4.00\n"
