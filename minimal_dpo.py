@@ -1,318 +1,230 @@
-"""DPO: the model learns from pairs of answers, a better and a worse one, without a reward and without sampling.
+"""DPO: the model learns from pairs of answers, a better and a worse one, without a reward.
 
-    loss = -log sigmoid(beta * margin),  margin = log(p(chosen) / p_ref(chosen)) - log(p(rejected) / p_ref(rejected))
+    loss = mean over pairs of  -log sigmoid(beta * margin)
+    margin = log(p(chosen) / p_ref(chosen)) - log(p(rejected) / p_ref(rejected))
 
-Rafailov et al. 2023 (arXiv:2305.18290), eq. 7: the policy that maximises a reward under a KL penalty, from pairs alone.
-To minimal_sft.py it adds a rejected answer and a frozen reference; minimal_grpo.py samples its answers. Beware of
-over-optimisation: only the difference of a pair is trained, the rejected log-probability falls without a floor, and
-the chosen one can fall with it (--beta 0.1 --lr 5e-6 shows it). Watch both in the log, not the margin alone. Left out:
-distributed training.
+Rafailov et al. 2023 (arXiv:2305.18290), eq. 7. New against minimal_sft.py: a worse answer, a frozen
+reference. Beware: only the difference is trained, `rejected` falls on and can take `chosen` along.
 
 Run: uv run minimal_dpo.py
-Glossary: B prompts, G completions per prompt (2 here: chosen, rejected), N = B*G rows, P prompt length, T completion
-length, V vocabulary size.
+B prompts, G completions per prompt (2: chosen, rejected), N = B*G rows, P, T their lengths
 """
 
-import inspect
+import copy
 import random
 import re
-import shutil
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.hf_argparser import HfArg, HfArgumentParser
 
 
-# ---- 1. Config -------------------------------------------------------------------------------------------------------
-@dataclass
-class Config:
-    model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="name on the hub, or a local folder")
-    device: str = HfArg(default="auto", help="cuda, mps or cpu; auto: the accelerator if there is one")
-    seed: int = HfArg(default=0, help="draws batches and rejected answers, never the held-out sums")
-    save: str = HfArg(default="", help="folder for the trained model; empty: not saved")
-    # update
-    steps: int = HfArg(default=30, help="training steps, one batch each")
-    batch_size: int = HfArg(default=8, help="prompts per step (B), up to 80, one pair each")
-    lr: float = HfArg(default=1e-5, help="AdamW step size")
-    beta: float = HfArg(default=1.0, help="the larger, the smaller the margin at which a pair stops to push")
-    # evaluation
-    max_new_tokens: int = HfArg(default=12, help="longest completion in tokens; a bare answer takes about 9")
+# ---- 1. The algorithm ----------------------------------------------------------------------------
+def dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta):
+    """Summed log-probabilities (B,) -> loss, eq. 7 of the paper, and margin (B,), without beta."""
+    margin = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
+    return -torch.nn.functional.logsigmoid(beta * margin).mean(), margin
 
-RANGES = {"steps": (1, 10**9), "batch_size": (1, 80), "beta": (1e-6, 10**9), "max_new_tokens": (1, 10**9)}
 
-def check(config: Config) -> None:
-    """Raises ValueError, before any work, that names a flag out of range or a --save that cannot be written."""
-    for flag, value in vars(config).items():
-        low, high = RANGES.get(flag, (0, 10**9))
-        if isinstance(value, (int, float)) and not low <= value <= high:  # nan fails too
-            raise ValueError(f"--{flag} {value}: must be from {low} to {high}")
-    try:
-        folder = Path(config.save).resolve()
-        if config.save and folder.exists() and any(folder.iterdir()) and not any(folder.glob("*.safetensors")):
-            raise OSError("there already, and no model folder")
-        if config.save:  # save will write into it
-            Path(f"{folder}.partial").mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--save {config.save}: {error}") from error
-
-# ---- 2. Data and reward ----------------------------------------------------------------------------------------------
+# ---- 2. The task ---------------------------------------------------------------------------------
 SYSTEM = "Reply with <answer>sum</answer>."
 
-def toy_data() -> tuple[list, list]:
-    """All 100 one-digit sums as (question, answer): 80 to train on, 20 held out, the same ones in every script."""
+
+def toy_data():
+    """All one-digit sums as (question, answer): 80 to train on, 20 held out, always the same."""
     sums = [(f"What is {a} + {b}?", str(a + b)) for a in range(10) for b in range(10)]
     random.Random(0).shuffle(sums)
     return sums[:80], sums[80:]
 
-def near_miss(answer: str, rng: random.Random) -> str:
-    """A wrong sum close to the right one: off by 1 to 3, never negative."""
-    return rng.choice([str(n) for n in range(max(0, int(answer) - 3), int(answer) + 4) if n != int(answer)])
 
-def reward(completion: str, answer: str) -> float:
-    """1.0 if the last closed <answer>...</answer> holds the answer, else 0.0. A trained reward model would go here."""
-    # The completion alone, never prompt + completion: numbers and tags of a prompt would score.
-    found = re.findall(r"<answer>((?:(?!</?answer>).)*)</answer>", completion, re.DOTALL)
+def reward(completion, answer):
+    """1.0 if the last closed <answer>...</answer> holds it. A reward model would go here."""
+    found = re.findall(r"(?s)<answer>((?:(?!<answer>).)*?)</answer>", completion)
     return float(bool(found) and found[-1].strip() == answer != "")
 
-# ---- 3. Model --------------------------------------------------------------------------------------------------------
+
+# ---- 3. The model --------------------------------------------------------------------------------
 def load(name, device):
-    """Model (float32, eval mode) and tokenizer. Raises ValueError if one of them cannot be had."""
+    """The model, in float32 (bf16 weights would round small updates away), and its tokenizer."""
+    device = torch.device(device or torch.accelerator.current_accelerator(True) or "cpu")
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")  # TF32
+    # On MPS, sdpa has returned NaN for rows of padding (pytorch issue 167515).
+    options = {"attn_implementation": "eager"} if device.type == "mps" else {}
     try:
-        device = (torch.accelerator.current_accelerator(True) or "cpu") if device == "auto" else device
         tokenizer = AutoTokenizer.from_pretrained(name)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        # sdpa on MPS has returned NaN for rows that are all padding (pytorch issue 167515).
-        attention = "eager" if torch.device(device).type == "mps" else "sdpa"
-        # bf16 would round an update of 5e-6 to a weight of 0.02 away: ten SFT steps of that size left a 135M model's
-        # loss at 2.0, against 0.4 in float32. Without dtype, a bf16 checkpoint stays bf16.
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
-        torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA's products alone, 8 times finer than bf16's
-        # Fails here, not in training, if template, pad token or vocabulary do not fit.
-        model.get_input_embeddings()(torch.tensor([*encode_prompt(tokenizer, "?"), tokenizer.pad_token_id]))
-        return model.to(device).eval(), tokenizer
-    except Exception as error:  # hub, files, JSON, safetensors, device: each raises a kind of its own
-        raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {error}") from error
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: --model {name}, hub name or folder: {str(error).splitlines()[0]}")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    plain = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    tokenizer.chat_template = tokenizer.chat_template or plain
+    print(Path(__file__).name, name, f"{model.num_parameters():,} parameters", device, model.dtype)
+    return model.to(device), tokenizer
 
-def save(model, tokenizer, folder):
-    """Write FOLDER.partial, then let it take FOLDER's place: an older FOLDER goes only when the new one is whole."""
-    try:
-        folder = Path(folder).resolve()
-        partial = Path(f"{folder}.partial")
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    except Exception as error:  # a full disk is no OSError in safetensors
-        raise OSError(f"--save {folder}: {error}") from error
 
-# ---- 4. Tokens and masks ---------------------------------------------------------------------------------------------
-def stop_ids(model, tokenizer) -> list[int]:
-    """Every id that ends a completion: generation_config's (an int, a list or None) and the tokenizer's EOS."""
+def stop_ids(model, tokenizer):
+    """All ids that end a completion: generation_config's (an int, a list or None) and the EOS."""
     ids = model.generation_config.eos_token_id
-    ids = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
-    return [i for i in dict.fromkeys(ids) if i is not None]
+    ids = {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
+    return torch.tensor(sorted(ids), dtype=torch.long, device=model.device)
 
-def encode_prompt(tokenizer, question: str) -> list[int]:
-    """Ids of system line, question and the assistant's header; plain text where there is no chat template."""
-    if tokenizer.chat_template is None:
-        return tokenizer(f"{SYSTEM}\n{question}\n").input_ids
-    # Some templates print today's date. The macro hides their function for it: the same ids on every day.
-    template = "{% macro strftime_now(format) %}1 January 2025{% endmacro %}" + tokenizer.get_chat_template()
-    chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(chat, chat_template=template, add_generation_prompt=True, return_dict=False)
 
-def encode_completion(tokenizer, text: str) -> list[int]:
-    """Ids of an answer and the EOS that ends it. Encoded alone: joined to the prompt as text, tokens could merge."""
-    return [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+def encode_prompts(tokenizer, questions, device):
+    """prompt_ids, prompt_mask (B, P), padded on the left: chats up to where the answer begins."""
+    encoded = tokenizer.apply_chat_template(
+        [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": q}]
+         for q in questions], add_generation_prompt=True, padding=True, return_dict=True,
+        return_tensors="pt", tokenizer_kwargs={"padding_side": "left"}).to(device)
+    return encoded.input_ids, encoded.attention_mask
 
-def pad(rows, pad_id, side):
-    """Id lists -> ids, mask (rows, longest), long. The mask, 1 on real tokens, alone says what is padding."""
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row).long() for row in rows], True, pad_id, side)
-    return ids, torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in rows], True, 0, side)
 
-def encode_pairs(tokenizer, problems, rng, device):
-    """(question, answer) problems -> a batch of four tensors, rows 2i and 2i + 1 problem i's chosen and rejected."""
-    answers = [sum_ for _, answer in problems for sum_ in (answer, near_miss(answer, rng))]
-    rows = [encode_completion(tokenizer, f"<answer>{sum_}</answer>") for sum_ in answers]
-    prompts = pad([encode_prompt(tokenizer, question) for question, _ in problems], tokenizer.pad_token_id, "left")
-    return [x.to(device) for x in (*prompts, *pad(rows, tokenizer.pad_token_id, "right"))]
+def encode_completions(tokenizer, texts, device):
+    """ids, mask (N, T), padded on the right: each text and the EOS that ends it."""
+    encoded = tokenizer([text + tokenizer.eos_token for text in texts], add_special_tokens=False,
+                        padding=True, padding_side="right", return_tensors="pt").to(device)
+    return encoded.input_ids, encoded.attention_mask
 
-def show_row(tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Print the first row token by token, each behind its loss mask, up to the first pad."""
-    row = [(0, i) for i in prompt_ids[0, prompt_mask[0] == 1].tolist()]
-    row += zip(completion_mask[0].tolist(), completion_ids[0, :completion_mask[0].sum() + 1].tolist())
-    print("one row as loss mask and token:", *(f"{m} {tokenizer.decode(i)!r}" for m, i in row), sep="  ")
 
-def similar_lengths(mask):
-    """Row numbers of mask (N, T) in parts, from long rows to short ones, with little padding each.
-
-    A part ends before its padding passes both 64 slots and an eighth of its tokens; what pads 128 or less is one part.
-    """
-    # In one rectangle of 32 toy rollouts of up to 24 tokens, 54% was padding, in these parts 17%; the update took two
-    # thirds of the time. A pass more costs a CPU about as much as 100 slots: shorter rollouts are not split.
-    lengths = mask.sum(1)
-    rows = lengths.argsort(descending=True)
-    while len(rows):
-        padding = (lengths[rows[0]] - lengths[rows]).cumsum(0)
-        fits = (padding <= (lengths[rows].cumsum(0) / 8).clamp(min=64)) | (padding[-1] <= 128)
-        yield rows[fits]
-        rows = rows[~fits]
-
-# ---- 5. Sampling -----------------------------------------------------------------------------------------------------
 def forward(model, ids, mask, cache, keep=0):
-    """Logits of the last `keep` ids (0: all). mask (rows, seen + L) covers the cached tokens, then ids (rows, L)."""
-    if model.training:  # dropout would change the probabilities, and gradient checkpointing drops the cache
-        logits = forward(model.eval(), ids, mask, cache, keep)
-        model.train()
-        return logits
-    # Positions count real tokens. Without them and the mask, 12 pads moved a log-probability by 0.5 nats on average.
-    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
-    # transformers renamed past_key_values to cache, and ignores the name that it does not know.
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    return model(ids, attention_mask=mask, position_ids=positions, logits_to_keep=keep, **{name: cache}).logits
+    """Logits of ids (N, L), or of the last `keep`; mask (N, cached + L) covers the cache too."""
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    return model(ids, attention_mask=mask, position_ids=positions, cache=cache,
+                 logits_to_keep=keep).logits
+
+
+def prefill(model, prompt_ids, prompt_mask, num_samples):
+    """Read each prompt once for its completions: cache, mask (N, P), first logits (N, 1, V)."""
+    cache = DynamicCache()
+    logits = forward(model, prompt_ids, prompt_mask, cache, keep=1)
+    assert cache.get_seq_length() > 0, "needs transformers 5.24"
+    cache.batch_repeat_interleave(num_samples)
+    return cache, *(x.repeat_interleave(num_samples, 0) for x in (prompt_mask, logits))
+
 
 @torch.no_grad()
-def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids, pad_id, greedy=False):
-    """completion_ids, completion_mask (N, T) drawn from softmax(logits), the distribution that is trained: no top-k.
+def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stops, pad_id,
+           greedy=False):
+    """ids, mask (N, T) up to the stop token, drawn from softmax(logits), as they are trained."""
+    cache, seen, logits = prefill(model, prompt_ids, prompt_mask, num_samples)
+    ids, running = seen[:, :0], torch.ones_like(seen[:, :1])
+    while True:
+        # MPS has drawn ids of probability 0 (pytorch issue 192577): the CPU draws for it.
+        probs = logits[:, -1].softmax(-1).to("cpu" if logits.is_mps else logits.device)
+        token = probs.argmax(-1, keepdim=True) if greedy else torch.multinomial(probs, 1)
+        ids = torch.cat([ids, token.to(ids.device).where(running == 1, pad_id)], 1)
+        seen = torch.cat([seen, running], 1)
+        running = running * ~torch.isin(ids[:, -1:], stops)
+        if ids.shape[1] == max_new_tokens or not running.any():
+            return ids, seen[:, prompt_ids.shape[1] :]
+        logits = forward(model, ids[:, -1:], seen, cache)
 
-    greedy: the likeliest token, not a draw. T is the longest row, at most max_new_tokens. Raises RuntimeError if the
-    logits are not finite.
-    """
-    cache, stops, finite = DynamicCache(), torch.tensor(stop_ids, device=prompt_ids.device), True
-    logits = forward(model, prompt_ids, prompt_mask, cache, keep=1).repeat_interleave(num_samples, 0)  # (N, 1, V)
-    cache.batch_repeat_interleave(num_samples)  # each prompt is read once, for all its completions
-    ids = prompt_ids.new_full((len(logits), max_new_tokens), pad_id)
-    written = torch.zeros_like(ids)  # becomes the completions' mask
-    rows = torch.arange(len(ids), device=ids.device)  # those in the batch still, (n,)
-    done = torch.zeros_like(rows, dtype=torch.bool)
-    for t in range(max_new_tokens):
-        seen = torch.cat([prompt_mask[rows // num_samples], written[rows, :t]], 1)
-        logits = forward(model, ids[rows, t - 1, None], seen, cache) if t else logits
-        finite = logits.amax(-1).isfinite().all() & finite
-        probs = torch.softmax(logits[:, -1].float().nan_to_num(), -1)  # (n, V); a NaN in multinomial would abort CUDA
-        # For one draw a CPU makes V random numbers per row, a sixth of the loop's time; for two it makes two, and finds
-        # them in the running sum of probs: float64, or rounding would distort the tail. On MPS, multinomial has
-        # returned ids of probability 0: the CPU draws for it.
-        weights, draws = (probs, 1) if greedy or ids.is_cuda else (probs.cpu().double(), 2)
-        draw = probs.argmax(-1) if greedy else torch.multinomial(weights, draws, replacement=True)[:, 0]
-        ids[rows, t], written[rows, t] = torch.where(done, pad_id, draw.to(ids.device)), (~done).long()
-        done = done | torch.isin(ids[rows, t], stops)  # the stop token itself belongs to its row
-        # Reading a flag makes the host wait for an accelerator: there every 16 tokens. Empty columns are cut off below.
-        if ids.is_cpu or t % 16 == 0:
-            if done.all() or not finite:
-                break
-            if done.sum() >= 8:  # finished rows leave the batch, not one by one: the cache is copied for it
-                cache.batch_select_indices(~done)
-                rows, done = rows[~done], done[~done]
-    if not finite:
-        raise RuntimeError("the logits are not finite: broken weights in --model, or --lr too high")
-    return ids[:, written.any(0)], written[:, written.any(0)]  # (N, T)
 
-# ---- 6. Log-probabilities --------------------------------------------------------------------------------------------
-def completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """The logits that predict each completion token, part by part: rows and columns (indices), logits (n, t, V)."""
-    prompts, G = DynamicCache(), len(completion_ids) // len(prompt_ids)
-    first = forward(model, prompt_ids, prompt_mask, prompts, keep=1)  # (B, 1, V), of the completions' first tokens
-    yield slice(None), slice(0, 1), first.repeat_interleave(G, 0)
-    # Tried and left out: computing logits again in the backward pass (saves 1.2 of 6.8 GB, costs 6% of the time, has to
-    # reach into the model); all rows end to end in one (no padding, but attention grows with the square of all tokens).
-    for rows in similar_lengths(completion_mask):
-        length = int(completion_mask[rows[0]].sum()) - 1  # of the longest; the last token predicts nothing
-        if length > 0:
-            cache = DynamicCache(prompts)  # a copy that gradients flow through
-            cache.batch_select_indices(rows // G)
-            mask = torch.cat([prompt_mask[rows // G], completion_mask[rows, :length]], 1)
-            yield rows, slice(1, length + 1), forward(model, completion_ids[rows, :length], mask, cache)
+def token_logprobs(model, prompt_ids, prompt_mask, ids, mask):
+    """Log-probability (N, T) of each completion token, given all before it."""
+    cache, seen, first = prefill(model, prompt_ids, prompt_mask, len(ids) // len(prompt_ids))
+    rest = forward(model, ids, torch.cat([seen, mask], 1), cache)
+    logits = torch.cat([first, rest[:, :-1]], 1)  # (N, T, V)
+    return logits.log_softmax(-1).gather(-1, ids[:, :, None])[:, :, 0]
 
-def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """log p(token | all before it), (N, T), float32; only those of the mask count."""
-    logprobs = torch.zeros(completion_ids.shape, device=completion_ids.device)
-    for rows, t, logits in completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-        ids = completion_ids[rows, t, None]  # (n, t, 1)
-        logprobs[rows, t] = logits.float().log_softmax(-1).gather(-1, ids)[:, :, 0]
-    return logprobs
 
-def pair_logprobs(model, *batch):
-    """Log-probabilities (B, 2) of each prompt's chosen and rejected completion, summed over their tokens."""
-    *_, completion_mask = batch
-    return (token_logprobs(model, *batch) * completion_mask).sum(1).view(-1, 2)
+def encode_pairs(tokenizer, problems, rng, device):
+    """A batch of four tensors: each prompt, its right answer and a wrong one, off by 1."""
+    questions, answers = zip(*problems)
+    texts = [f"<answer>{n}</answer>" for a in answers for n in (a, int(a) + rng.choice((-1, 1)))]
+    prompts = encode_prompts(tokenizer, questions, device)
+    return *prompts, *encode_completions(tokenizer, texts, device)
 
-# ---- 7. Loss ---------------------------------------------------------------------------------------------------------
-def dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta):
-    """Summed log-probabilities (B,) -> mean of -log sigmoid(beta * margin), eq. 7, and the margin (B,) without beta."""
-    margin = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
-    return -torch.nn.functional.logsigmoid(beta * margin).mean(), margin
 
-# ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
-def evaluate(model, tokenizer, problems, config) -> str:
-    """Share of problems that the greedy completion solves, and its count, as "0.250 (5/20)". Draws no random number."""
-    solved, pad_id = 0, tokenizer.pad_token_id
-    for i in tqdm(range(0, len(problems), config.batch_size), desc="evaluate", leave=False):
-        questions, answers = zip(*problems[i:i + config.batch_size])
-        prompts = [x.to(model.device) for x in pad([encode_prompt(tokenizer, q) for q in questions], pad_id, "left")]
-        ids, _ = sample(model, *prompts, 1, config.max_new_tokens, stop_ids(model, tokenizer), pad_id, greedy=True)
-        solved += int(sum(map(reward, tokenizer.batch_decode(ids, skip_special_tokens=True), answers)))
+def pair_logps(model, prompt_ids, prompt_mask, ids, mask):
+    """Log-probabilities (2, B) of the chosen and the rejected completions, summed over tokens."""
+    return (token_logprobs(model, prompt_ids, prompt_mask, ids, mask) * mask).sum(1).view(-1, 2).T
+
+
+# ---- 4. Evaluation -------------------------------------------------------------------------------
+def evaluate(model, tokenizer, problems, config):
+    """Share of the problems that greedy decoding solves, and the count: "0.250 (5/20)"."""
+    questions, answers = zip(*problems)
+    prompts = encode_prompts(tokenizer, questions, model.device)
+    limits = config.max_new_tokens, stop_ids(model, tokenizer), tokenizer.pad_token_id
+    ids, _ = sample(model, *prompts, 1, *limits, greedy=True)
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    solved = int(sum(map(reward, texts, answers)))
     return f"{solved / len(problems):.3f} ({solved}/{len(problems)})"
 
-def peak_gb(device) -> float:
-    """Peak memory in 10^9 bytes: torch's count on CUDA, elsewhere the whole process (0 on Windows)."""
-    if device.type == "cuda" or sys.platform == "win32":
-        return torch.cuda.max_memory_allocated() / 1e9
-    import resource
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
-# ---- 9. Training loop ------------------------------------------------------------------------------------------------
-def main(config: Config) -> None:
-    check(config)
-    started, rng, (train, held_out) = time.perf_counter(), random.Random(config.seed), toy_data()
-    policy, tokenizer = load(config.model, config.device)
-    reference = load(config.model, policy.device)[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
-    device = policy.device
-    print(f"{Path(__file__).name}: {config.model}, {policy.num_parameters():,} parameters, {device}, {policy.dtype}")
-    accuracy_before = evaluate(policy, tokenizer, held_out, config)
+# ---- 5. Training ---------------------------------------------------------------------------------
+@dataclass
+class Config:
+    model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="hub name or folder")
+    device: str = HfArg(default="", help="cuda, mps or cpu")
+    seed: int = HfArg(default=0, help="of all draws")
+    save: str = HfArg(default="", help="new folder to save in")
+    steps: int = HfArg(default=30, help="updates")
+    batch_size: int = HfArg(default=8, help="prompts per step (B), up to 80")
+    max_new_tokens: int = HfArg(default=12, help="longest completion")
+    lr: float = HfArg(default=1e-5, help="AdamW step size")
+    beta: float = HfArg(default=1.0, help="weight of the margin")
+
+
+def make_folder(name):
+    """--save's folder, made before the training so that a bad name cannot waste it."""
     try:
+        Path(name).expanduser().mkdir(parents=True)
+    except OSError as error:
+        raise SystemExit(f"error: --save {name}: {error.strerror}; name a new folder")
+    return Path(name).expanduser()
+
+
+def main(config):
+    if config.beta <= 0:
+        raise SystemExit("error: --beta: must be above 0")
+    started, rng, results = time.perf_counter(), random.Random(config.seed), []
+    train, held_out = toy_data()
+    policy, tokenizer = load(config.model, config.device)
+    folder = make_folder(config.save) if config.save else None
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
+    try:
+        results += [f"accuracy_before: {evaluate(policy, tokenizer, held_out, config)}"]
         for step in range(1, config.steps + 1):
             step_started = time.perf_counter()
-            # 9.1 Batch
-            batch = encode_pairs(tokenizer, rng.sample(train, config.batch_size), rng, device)
-            if step == 1:
-                show_row(tokenizer, *batch)
-            # 9.4 Update
-            logprobs, ref_logprobs = pair_logprobs(policy, *batch), pair_logprobs(reference, *batch)
-            loss, margin = dpo_loss(*logprobs.T, *ref_logprobs.T, config.beta)
-            loss.backward()  # distributed training would average the gradients here
+            # The batch: B questions with a right and a wrong answer.
+            problems = rng.sample(train, config.batch_size)
+            batch = encode_pairs(tokenizer, problems, rng, policy.device)
+            # The update. Distributed training would average the gradients after backward().
+            chosen, rejected = pair_logps(policy, *batch)
+            loss, margin = dpo_loss(chosen, rejected, *pair_logps(reference, *batch), config.beta)
+            loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
             optimizer.step()
-            optimizer.zero_grad()  # now: sampling and the next forward pass need the memory
-            # 9.5 Print
-            chosen, rejected = logprobs.mean(0)
-            print(f"step {step}/{config.steps}  loss {loss:z.4f}  grad_norm {norm:.3f}  chosen {chosen:.3f}  "
-                  f"rejected {rejected:.3f}  margin {margin.mean():z.3f}  "
-                  f"accuracy {(margin > 0).float().mean():.3f}  {time.perf_counter() - step_started:.1f} s")
+            optimizer.zero_grad()
+            print(f"step {step}/{config.steps}  loss {loss:.4f}  grad_norm {norm:.3f}  "
+                  f"chosen {chosen.mean():.3f}  rejected {rejected.mean():.3f}  margin "
+                  f"{margin.mean():z.3f}  {time.perf_counter() - step_started:.1f} s", flush=True)
+            if step % 5 == 1:
+                row = [tokenizer.decode(i[0, m[0] == 1]) for i, m in (batch[:2], batch[2:])]
+                print("  mask 0 {!a}\n  mask 1 {!a}".format(*row))
     except KeyboardInterrupt:
-        print("interrupted: no more training")
-    finally:  # after an error too, but what has not trained a step replaces no older model
-        if config.save and (optimizer.state or not Path(config.save).exists()):
-            save(policy, tokenizer, config.save)
-    batch, n = encode_pairs(tokenizer, held_out, random.Random(0), device), len(held_out)
+        print("interrupted")
+    finally:
+        if folder and optimizer.state:
+            policy.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        elif folder:
+            folder.rmdir()
+    results += [f"accuracy_after: {evaluate(policy, tokenizer, held_out, config)}"]
     with torch.no_grad():
-        _, margin = dpo_loss(*pair_logprobs(policy, *batch).T, *pair_logprobs(reference, *batch).T, config.beta)
-    wins = int((margin > 0).sum())
-    print(f"---\naccuracy_before: {accuracy_before}\naccuracy_after: {evaluate(policy, tokenizer, held_out, config)}")
-    print(f"pair_accuracy: {wins / n:.3f} ({wins}/{n})")
-    print(f"seconds: {time.perf_counter() - started:.0f}\npeak_gb: {peak_gb(device):.2f}")
+        batch = encode_pairs(tokenizer, held_out, random.Random(0), policy.device)
+        sums = *pair_logps(policy, *batch), *pair_logps(reference, *batch)
+    wins = int((dpo_loss(*sums, config.beta)[1] > 0).sum())
+    results += [f"pair_accuracy: {wins / len(held_out):.3f} ({wins}/{len(held_out)})"]
+    print("---", *results, f"seconds: {time.perf_counter() - started:.0f}", sep="\n")
+    if policy.device.type != "cpu":
+        print(f"peak_gb: {torch.accelerator.max_memory_allocated(policy.device) / 1e9:.2f}")
+
 
 if __name__ == "__main__":
-    # A character that the console lacks must not end the run; a log file gets each line at once.
-    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
-    example = f"example: uv run {Path(__file__).name} --model FOLDER --seed 1 --save out/trained"
-    try:
-        main(Config(**vars(HfArgumentParser(Config, epilog=example).parse_args())))
-    except (ValueError, RuntimeError, OSError, KeyboardInterrupt) as error:
-        sys.exit(f"error: {' '.join(str(error).split()) or 'interrupted'}")
+    main(Config(**vars(HfArgumentParser(Config).parse_args())))

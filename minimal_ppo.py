@@ -1,355 +1,277 @@
-"""PPO: the model samples answers, a critic predicts their reward, and each token is judged against that prediction.
+"""PPO: the model samples answers, and a critic's prediction of the reward judges each token.
 
-    loss = mean over completion tokens of  -min(ratio * A, clip(ratio, 1 - c, 1 + c) * A) + beta * KL(policy, reference)
-    ratio = p(token) / p_old(token),  advantage A = GAE(reward, value),  critic's loss = (value - return)^2 / 2
+    loss = mean over tokens of  -min(ratio * A, clip(ratio, 1 - c, 1 + c) * A) + beta * KL
+    ratio = p(token) / p_old(token),  A = sum over k >= 0 of (gamma * lam)^k * error_(t+k)
+    error_t = r_t + gamma * V_(t+1) - V_t,  the critic's loss = (V - (A + V_old))^2 / 2
+    KL = exp(d) - 1 - d,  d = log p_ref(token) - log p(token)
 
-Schulman et al. 2017 (arXiv:1707.06347), eq. 7; GAE is arXiv:1506.02438, eq. 16. Compared with minimal_grpo.py: one
-completion per prompt, and a critic, a second transformer, in the place of the group mean. Left out, each named where it
-would go: a trained reward model, a critic that starts from it, a KL penalty in the reward, advantage whitening, vLLM
-rollouts, distributed training.
+Schulman et al. 2017 (arXiv:1707.06347), eq. 7; A is GAE, arXiv:1506.02438, eq. 16. To
+minimal_grpo.py it adds the critic, a transformer of its own, in the place of the group's mean: one
+completion per prompt is enough.
 
 Run: uv run minimal_ppo.py
-Glossary: B prompts, G completions per prompt (1 here), N = B*G rows, P prompt length, T completion length, V vocabulary
-size; rollout: a batch of sampled completions; reference: a frozen copy of the starting model.
+B prompts, G completions per prompt (1 here), N = B*G rows, P, T prompt and completion length,
+V vocabulary size
 """
 
-import inspect
+import copy
 import random
 import re
-import shutil
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.hf_argparser import HfArg, HfArgumentParser
 
 
-# ---- 1. Config -------------------------------------------------------------------------------------------------------
-@dataclass
-class Config:
-    model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="name on the hub, or a local folder")
-    device: str = HfArg(default="auto", help="cuda, mps or cpu; auto: the accelerator if there is one")
-    seed: int = HfArg(default=0, help="draws batches and completions, never the held-out sums")
-    save: str = HfArg(default="", help="folder for the trained policy; empty: not saved")
-    # rollout
-    steps: int = HfArg(default=30, help="training steps, a rollout each")
-    batch_size: int = HfArg(default=16, help="prompts per step (B), up to 80, one completion each")
-    max_new_tokens: int = HfArg(default=12, help="longest completion in tokens; a bare answer takes about 9")
-    # update
-    inner_epochs: int = HfArg(default=2, help="optimizer steps per rollout; with 1 the clip never fires")
-    lr: float = HfArg(default=1e-5, help="AdamW step size of the policy")
-    critic_lr: float = HfArg(default=1e-5, help="AdamW step size of the critic")
-    clip: float = HfArg(default=0.2, help="a ratio pushed past 1 +- clip earns nothing more")
-    beta: float = HfArg(default=0.04, help="weight of the KL penalty; 0: no reference is loaded")
-    gamma: float = HfArg(default=1.0, help="discount per token; 1: an early token counts as much as the last")
-    lam: float = HfArg(default=0.95, help="GAE's lambda; 1: Monte Carlo, unbiased; 0: one step, trusts the critic")
+# ---- 1. The algorithm ----------------------------------------------------------------------------
+def clipped_surrogate(logprobs, old_logprobs, advantages, clip):
+    """Per-token loss (N, T), eq. 7 of the PPO paper negated, and 1.0 where the clip changes it."""
+    ratio = torch.exp(logprobs - old_logprobs)
+    unclipped, clipped = ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages
+    return -torch.minimum(unclipped, clipped), (clipped < unclipped).float()
 
-RANGES = {"steps": (1, 10**9), "batch_size": (1, 80), "max_new_tokens": (1, 10**9), "inner_epochs": (1, 10**9),
-          "gamma": (0, 1), "lam": (0, 1)}
 
-def check(config: Config) -> None:
-    """Raises ValueError, before any work, that names a flag out of range or a --save that cannot be written."""
-    for flag, value in vars(config).items():
-        low, high = RANGES.get(flag, (0, 10**9))
-        if isinstance(value, (int, float)) and not low <= value <= high:  # nan fails too
-            raise ValueError(f"--{flag} {value}: must be from {low} to {high}")
-    try:
-        folder = Path(config.save).resolve()
-        if config.save and folder.exists() and any(folder.iterdir()) and not any(folder.glob("*.safetensors")):
-            raise OSError("there already, and no model folder")
-        if config.save:  # save will write into it
-            Path(f"{folder}.partial").mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--save {config.save}: {error}") from error
+def kl_to_reference(logprobs, ref_logprobs):
+    """Per-token KL estimate (N, T), eq. 4; the gradient of plain -d would ignore the reference."""
+    d = (ref_logprobs - logprobs).clamp(max=20)  # keeps exp finite
+    return torch.expm1(d) - d
 
-# ---- 2. Data and reward ----------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def gae(rewards, values, mask, gamma, lam):
+    """Rewards (N,) of the last tokens, values (N, T) -> advantages, eq. 16, and returns (N, T)."""
+    last = mask.cumsum(1) == mask.sum(1, keepdim=True)  # the last token, and the padding after it
+    paid = rewards[:, None] * last * mask
+    values, advantages = values * mask, torch.zeros_like(values)
+    advantage = next_value = torch.zeros_like(rewards)  # after the end
+    for t in reversed(range(values.shape[1])):
+        error = paid[:, t] + gamma * next_value - values[:, t]
+        advantage = (error + gamma * lam * advantage) * mask[:, t]
+        advantages[:, t], next_value = advantage, values[:, t]
+    return advantages, advantages + values
+
+
+def masked_mean(x, mask):
+    """Mean of x over the tokens with mask 1."""
+    return (x * mask).sum() / mask.sum()
+
+
+# ---- 2. The task ---------------------------------------------------------------------------------
 SYSTEM = "Reply with <answer>sum</answer>."
 
-def toy_data() -> tuple[list, list]:
-    """All 100 one-digit sums as (question, answer): 80 to train on, 20 held out, the same ones in every script."""
+
+def toy_data():
+    """All one-digit sums as (question, answer): 80 to train on, 20 held out, always the same."""
     sums = [(f"What is {a} + {b}?", str(a + b)) for a in range(10) for b in range(10)]
     random.Random(0).shuffle(sums)
     return sums[:80], sums[80:]
 
-def reward(completion: str, answer: str) -> float:
-    """1.0 if the last closed <answer>...</answer> holds the answer, else 0.0. A trained reward model would go here."""
-    # The completion alone, never prompt + completion: numbers and tags of a prompt would score.
-    found = re.findall(r"<answer>((?:(?!</?answer>).)*)</answer>", completion, re.DOTALL)
+
+def reward(completion, answer):
+    """1.0 if the last closed <answer>...</answer> holds it. A reward model would go here."""
+    found = re.findall(r"(?s)<answer>((?:(?!<answer>).)*?)</answer>", completion)
     return float(bool(found) and found[-1].strip() == answer != "")
 
-# ---- 3. Model --------------------------------------------------------------------------------------------------------
+
+# ---- 3. The model --------------------------------------------------------------------------------
 def load(name, device):
-    """Model (float32, eval mode) and tokenizer. Raises ValueError if one of them cannot be had."""
+    """The model, in float32 (bf16 weights would round small updates away), and its tokenizer."""
+    device = torch.device(device or torch.accelerator.current_accelerator(True) or "cpu")
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")  # TF32
+    # On MPS, sdpa has returned NaN for rows of padding (pytorch issue 167515).
+    options = {"attn_implementation": "eager"} if device.type == "mps" else {}
     try:
-        device = (torch.accelerator.current_accelerator(True) or "cpu") if device == "auto" else device
         tokenizer = AutoTokenizer.from_pretrained(name)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        # sdpa on MPS has returned NaN for rows that are all padding (pytorch issue 167515).
-        attention = "eager" if torch.device(device).type == "mps" else "sdpa"
-        # bf16 would round an update of 5e-6 to a weight of 0.02 away: ten SFT steps of that size left a 135M model's
-        # loss at 2.0, against 0.4 in float32. Without dtype, a bf16 checkpoint stays bf16.
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, attn_implementation=attention)
-        torch.backends.cuda.matmul.fp32_precision = "tf32"  # CUDA's products alone, 8 times finer than bf16's
-        # Fails here, not in training, if template, pad token or vocabulary do not fit.
-        model.get_input_embeddings()(torch.tensor([*encode_prompt(tokenizer, "?"), tokenizer.pad_token_id]))
-        return model.to(device).eval(), tokenizer
-    except Exception as error:  # hub, files, JSON, safetensors, device: each raises a kind of its own
-        raise ValueError(f"--model {name} (hub name or local folder), --device {device}: {error}") from error
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: --model {name}, hub name or folder: {str(error).splitlines()[0]}")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    plain = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    tokenizer.chat_template = tokenizer.chat_template or plain
+    print(Path(__file__).name, name, f"{model.num_parameters():,} parameters", device, model.dtype)
+    return model.to(device), tokenizer
 
-def save(model, tokenizer, folder):
-    """Write FOLDER.partial, then let it take FOLDER's place: an older FOLDER goes only when the new one is whole."""
-    try:
-        folder = Path(folder).resolve()
-        partial = Path(f"{folder}.partial")
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    except Exception as error:  # a full disk is no OSError in safetensors
-        raise OSError(f"--save {folder}: {error}") from error
 
-# ---- 4. Tokens and masks ---------------------------------------------------------------------------------------------
-def stop_ids(model, tokenizer) -> list[int]:
-    """Every id that ends a completion: generation_config's (an int, a list or None) and the tokenizer's EOS."""
+def stop_ids(model, tokenizer):
+    """All ids that end a completion: generation_config's (an int, a list or None) and the EOS."""
     ids = model.generation_config.eos_token_id
-    ids = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
-    return [i for i in dict.fromkeys(ids) if i is not None]
+    ids = {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
+    return torch.tensor(sorted(ids), dtype=torch.long, device=model.device)
 
-def encode_prompt(tokenizer, question: str) -> list[int]:
-    """Ids of system line, question and the assistant's header; plain text where there is no chat template."""
-    if tokenizer.chat_template is None:
-        return tokenizer(f"{SYSTEM}\n{question}\n").input_ids
-    # Some templates print today's date. The macro hides their function for it: the same ids on every day.
-    template = "{% macro strftime_now(format) %}1 January 2025{% endmacro %}" + tokenizer.get_chat_template()
-    chat = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(chat, chat_template=template, add_generation_prompt=True, return_dict=False)
 
-def pad(rows, pad_id, side):
-    """Id lists -> ids, mask (rows, longest), long. The mask, 1 on real tokens, alone says what is padding."""
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row).long() for row in rows], True, pad_id, side)
-    return ids, torch.nn.utils.rnn.pad_sequence([torch.ones(len(row)).long() for row in rows], True, 0, side)
+def make_critic(policy):
+    """A transformer whose head is one value, 0 at first. A reward model would be a better start."""
+    critic = copy.deepcopy(policy)
+    head = torch.nn.Linear(policy.get_output_embeddings().in_features, 1, False, policy.device)
+    torch.nn.init.zeros_(head.weight)
+    critic.set_output_embeddings(head)
+    return critic
 
-def show_row(tokenizer, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """Print the first row token by token, each behind its loss mask, up to the first pad."""
-    row = [(0, i) for i in prompt_ids[0, prompt_mask[0] == 1].tolist()]
-    row += zip(completion_mask[0].tolist(), completion_ids[0, :completion_mask[0].sum() + 1].tolist())
-    print("one row as loss mask and token:", *(f"{m} {tokenizer.decode(i)!r}" for m, i in row), sep="  ")
 
-def similar_lengths(mask):
-    """Row numbers of mask (N, T) in parts, from long rows to short ones, with little padding each.
+def encode_prompts(tokenizer, questions, device):
+    """prompt_ids, prompt_mask (B, P), padded on the left: chats up to where the answer begins."""
+    encoded = tokenizer.apply_chat_template(
+        [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": q}]
+         for q in questions], add_generation_prompt=True, padding=True, return_dict=True,
+        return_tensors="pt", tokenizer_kwargs={"padding_side": "left"}).to(device)
+    return encoded.input_ids, encoded.attention_mask
 
-    A part ends before its padding passes both 64 slots and an eighth of its tokens; what pads 128 or less is one part.
-    """
-    # In one rectangle of 32 toy rollouts of up to 24 tokens, 54% was padding, in these parts 17%; the update took two
-    # thirds of the time. A pass more costs a CPU about as much as 100 slots: shorter rollouts are not split.
-    lengths = mask.sum(1)
-    rows = lengths.argsort(descending=True)
-    while len(rows):
-        padding = (lengths[rows[0]] - lengths[rows]).cumsum(0)
-        fits = (padding <= (lengths[rows].cumsum(0) / 8).clamp(min=64)) | (padding[-1] <= 128)
-        yield rows[fits]
-        rows = rows[~fits]
 
-# ---- 5. Sampling -----------------------------------------------------------------------------------------------------
 def forward(model, ids, mask, cache, keep=0):
-    """Logits of the last `keep` ids (0: all). mask (rows, seen + L) covers the cached tokens, then ids (rows, L)."""
-    if model.training:  # dropout would change the probabilities, and gradient checkpointing drops the cache
-        logits = forward(model.eval(), ids, mask, cache, keep)
-        model.train()
-        return logits
-    # Positions count real tokens. Without them and the mask, 12 pads moved a log-probability by 0.5 nats on average.
-    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1]:]
-    # transformers renamed past_key_values to cache, and ignores the name that it does not know.
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    return model(ids, attention_mask=mask, position_ids=positions, logits_to_keep=keep, **{name: cache}).logits
+    """Logits of ids (N, L), or of the last `keep`; mask (N, cached + L) covers the cache too."""
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    return model(ids, attention_mask=mask, position_ids=positions, cache=cache,
+                 logits_to_keep=keep).logits
+
+
+def prefill(model, prompt_ids, prompt_mask, num_samples):
+    """Read each prompt once for its completions: cache, mask (N, P), first logits (N, 1, V)."""
+    cache = DynamicCache()
+    logits = forward(model, prompt_ids, prompt_mask, cache, keep=1)
+    assert cache.get_seq_length() > 0, "needs transformers 5.24"
+    cache.batch_repeat_interleave(num_samples)
+    return cache, *(x.repeat_interleave(num_samples, 0) for x in (prompt_mask, logits))
+
 
 @torch.no_grad()
-def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stop_ids, pad_id, greedy=False):
-    """completion_ids, completion_mask (N, T) drawn from softmax(logits), the distribution that is trained: no top-k.
+def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stops, pad_id,
+           greedy=False):
+    """ids, mask (N, T) up to the stop token, drawn from softmax(logits), as they are trained."""
+    cache, seen, logits = prefill(model, prompt_ids, prompt_mask, num_samples)
+    ids, running = seen[:, :0], torch.ones_like(seen[:, :1])
+    while True:
+        # MPS has drawn ids of probability 0 (pytorch issue 192577): the CPU draws for it.
+        probs = logits[:, -1].softmax(-1).to("cpu" if logits.is_mps else logits.device)
+        token = probs.argmax(-1, keepdim=True) if greedy else torch.multinomial(probs, 1)
+        ids = torch.cat([ids, token.to(ids.device).where(running == 1, pad_id)], 1)
+        seen = torch.cat([seen, running], 1)
+        running = running * ~torch.isin(ids[:, -1:], stops)
+        if ids.shape[1] == max_new_tokens or not running.any():
+            return ids, seen[:, prompt_ids.shape[1] :]
+        logits = forward(model, ids[:, -1:], seen, cache)
 
-    greedy: the likeliest token, not a draw. T is the longest row, at most max_new_tokens. Raises RuntimeError if the
-    logits are not finite.
-    """
-    cache, stops, finite = DynamicCache(), torch.tensor(stop_ids, device=prompt_ids.device), True
-    logits = forward(model, prompt_ids, prompt_mask, cache, keep=1).repeat_interleave(num_samples, 0)  # (N, 1, V)
-    cache.batch_repeat_interleave(num_samples)  # each prompt is read once, for all its completions
-    ids = prompt_ids.new_full((len(logits), max_new_tokens), pad_id)
-    written = torch.zeros_like(ids)  # becomes the completions' mask
-    rows = torch.arange(len(ids), device=ids.device)  # those in the batch still, (n,)
-    done = torch.zeros_like(rows, dtype=torch.bool)
-    for t in range(max_new_tokens):
-        seen = torch.cat([prompt_mask[rows // num_samples], written[rows, :t]], 1)
-        logits = forward(model, ids[rows, t - 1, None], seen, cache) if t else logits
-        finite = logits.amax(-1).isfinite().all() & finite
-        probs = torch.softmax(logits[:, -1].float().nan_to_num(), -1)  # (n, V); a NaN in multinomial would abort CUDA
-        # For one draw a CPU makes V random numbers per row, a sixth of the loop's time; for two it makes two, and finds
-        # them in the running sum of probs: float64, or rounding would distort the tail. On MPS, multinomial has
-        # returned ids of probability 0: the CPU draws for it.
-        weights, draws = (probs, 1) if greedy or ids.is_cuda else (probs.cpu().double(), 2)
-        draw = probs.argmax(-1) if greedy else torch.multinomial(weights, draws, replacement=True)[:, 0]
-        ids[rows, t], written[rows, t] = torch.where(done, pad_id, draw.to(ids.device)), (~done).long()
-        done = done | torch.isin(ids[rows, t], stops)  # the stop token itself belongs to its row
-        # Reading a flag makes the host wait for an accelerator: there every 16 tokens. Empty columns are cut off below.
-        if ids.is_cpu or t % 16 == 0:
-            if done.all() or not finite:
-                break
-            if done.sum() >= 8:  # finished rows leave the batch, not one by one: the cache is copied for it
-                cache.batch_select_indices(~done)
-                rows, done = rows[~done], done[~done]
-    if not finite:
-        raise RuntimeError("the logits are not finite: broken weights in --model, or --lr too high")
-    return ids[:, written.any(0)], written[:, written.any(0)]  # (N, T)
 
-# ---- 6. Log-probabilities --------------------------------------------------------------------------------------------
-def completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """The logits that predict each completion token, part by part: rows and columns (indices), logits (n, t, V)."""
-    prompts, G = DynamicCache(), len(completion_ids) // len(prompt_ids)
-    first = forward(model, prompt_ids, prompt_mask, prompts, keep=1)  # (B, 1, V), of the completions' first tokens
-    yield slice(None), slice(0, 1), first.repeat_interleave(G, 0)
-    # Tried and left out: computing logits again in the backward pass (saves 1.2 of 6.8 GB, costs 6% of the time, has to
-    # reach into the model); all rows end to end in one (no padding, but attention grows with the square of all tokens).
-    for rows in similar_lengths(completion_mask):
-        length = int(completion_mask[rows[0]].sum()) - 1  # of the longest; the last token predicts nothing
-        if length > 0:
-            cache = DynamicCache(prompts)  # a copy that gradients flow through
-            cache.batch_select_indices(rows // G)
-            mask = torch.cat([prompt_mask[rows // G], completion_mask[rows, :length]], 1)
-            yield rows, slice(1, length + 1), forward(model, completion_ids[rows, :length], mask, cache)
+def token_logprobs(model, prompt_ids, prompt_mask, ids, mask):
+    """Log-probability (N, T) of each completion token, given all before it."""
+    cache, seen, first = prefill(model, prompt_ids, prompt_mask, len(ids) // len(prompt_ids))
+    rest = forward(model, ids, torch.cat([seen, mask], 1), cache)
+    logits = torch.cat([first, rest[:, :-1]], 1)  # (N, T, V)
+    return logits.log_softmax(-1).gather(-1, ids[:, :, None])[:, :, 0]
 
-def token_logprobs(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """log p(token | all before it), (N, T), float32; only those of the mask count."""
-    logprobs = torch.zeros(completion_ids.shape, device=completion_ids.device)
-    for rows, t, logits in completion_logits(model, prompt_ids, prompt_mask, completion_ids, completion_mask):
-        ids = completion_ids[rows, t, None]  # (n, t, 1)
-        logprobs[rows, t] = logits.float().log_softmax(-1).gather(-1, ids)[:, :, 0]
-    return logprobs
 
-def token_values(critic, prompt_ids, prompt_mask, completion_ids, completion_mask):
-    """The critic's V of all that stands before each completion token, (N, T)."""
-    values = torch.zeros(completion_ids.shape, device=completion_ids.device)
-    for rows, t, value in completion_logits(critic, prompt_ids, prompt_mask, completion_ids, completion_mask):
-        values[rows, t] = value[:, :, 0]
-    return values
+def token_values(critic, prompt_ids, prompt_mask, ids, mask):
+    """The critic's value (N, T) of all that stands before each completion token."""
+    cache, seen, first = prefill(critic, prompt_ids, prompt_mask, len(ids) // len(prompt_ids))
+    rest = forward(critic, ids, torch.cat([seen, mask], 1), cache)
+    return torch.cat([first, rest[:, :-1]], 1)[:, :, 0]
 
-# ---- 7. Loss ---------------------------------------------------------------------------------------------------------
-def masked_mean(x, mask):
-    """Mean of x over the slots with mask 1; 0 if there are none."""
-    return (x * mask).sum() / mask.sum().clamp(min=1)
 
-def clipped_surrogate(logprobs, old_logprobs, advantages, clip):
-    """Per-token loss (N, T), eq. 7 of the PPO paper negated, and 1.0 where the clip lowers that objective."""
-    ratio = (logprobs - old_logprobs).exp()
-    unclipped, clipped = ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages
-    return -torch.minimum(unclipped, clipped), (clipped < unclipped).float()
-
-def kl_to_reference(logprobs, ref_logprobs):
-    """Per-token estimate of KL(policy, reference), (N, T), never negative: exp(d) - 1 - d, eq. 4 of the GRPO paper."""
-    # Not -d, the plain log-ratio: its gradient does not depend on the reference. The bound keeps exp finite; beyond it
-    # the penalty has no gradient.
-    d = (ref_logprobs - logprobs).clamp(max=20)
-    return torch.expm1(d) - d
-
-@torch.no_grad()
-def gae(rewards, values, mask, gamma, lam):
-    """rewards (N,), paid at the last token, values (N, T) -> advantages (GAE paper, eq. 16), returns (N, T)."""
-    paid = torch.zeros_like(values).scatter(1, (mask.sum(1, keepdim=True) - 1).clamp(min=0).long(), rewards[:, None])
-    values, advantages = values * mask, torch.zeros_like(values)
-    advantage = next_value = torch.zeros_like(rewards)
-    for t in reversed(range(values.shape[1])):
-        error = paid[:, t] + gamma * next_value - values[:, t]  # (N,) one-step error; V is 0 after the end
-        advantages[:, t] = advantage = (error + gamma * lam * advantage) * mask[:, t]
-        next_value = values[:, t]
-    return advantages, advantages + values
-
-# ---- 8. Evaluation ---------------------------------------------------------------------------------------------------
-def evaluate(model, tokenizer, problems, config) -> str:
-    """Share of problems that the greedy completion solves, and its count, as "0.250 (5/20)". Draws no random number."""
-    solved, pad_id = 0, tokenizer.pad_token_id
-    for i in tqdm(range(0, len(problems), config.batch_size), desc="evaluate", leave=False):
-        questions, answers = zip(*problems[i:i + config.batch_size])
-        prompts = [x.to(model.device) for x in pad([encode_prompt(tokenizer, q) for q in questions], pad_id, "left")]
-        ids, _ = sample(model, *prompts, 1, config.max_new_tokens, stop_ids(model, tokenizer), pad_id, greedy=True)
-        solved += int(sum(map(reward, tokenizer.batch_decode(ids, skip_special_tokens=True), answers)))
+# ---- 4. Evaluation -------------------------------------------------------------------------------
+def evaluate(model, tokenizer, problems, config):
+    """Share of the problems that greedy decoding solves, and the count: "0.250 (5/20)"."""
+    questions, answers = zip(*problems)
+    prompts = encode_prompts(tokenizer, questions, model.device)
+    limits = config.max_new_tokens, stop_ids(model, tokenizer), tokenizer.pad_token_id
+    ids, _ = sample(model, *prompts, 1, *limits, greedy=True)
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    solved = int(sum(map(reward, texts, answers)))
     return f"{solved / len(problems):.3f} ({solved}/{len(problems)})"
 
-def peak_gb(device) -> float:
-    """Peak memory in 10^9 bytes: torch's count on CUDA, elsewhere the whole process (0 on Windows)."""
-    if device.type == "cuda" or sys.platform == "win32":
-        return torch.cuda.max_memory_allocated() / 1e9
-    import resource
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
-# ---- 9. Training loop ------------------------------------------------------------------------------------------------
-def main(config: Config) -> None:
-    check(config)
-    started, rng, (train, held_out) = time.perf_counter(), random.Random(config.seed), toy_data()
-    policy, tokenizer = load(config.model, config.device)
-    reference = load(config.model, policy.device)[0].requires_grad_(False) if config.beta > 0 else None
-    critic = load(config.model, policy.device)[0]  # the reward model, where there is one, is a better start
-    critic.set_output_embeddings(torch.nn.Linear(critic.config.hidden_size, 1, bias=False, device=policy.device))
-    torch.nn.init.zeros_(critic.get_output_embeddings().weight)  # V starts at 0, not at noise
-    groups = [{"params": policy.parameters()}, {"params": critic.parameters(), "lr": config.critic_lr}]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, weight_decay=0.0, fused=True)
-    device, stops, pad_id = policy.device, stop_ids(policy, tokenizer), tokenizer.pad_token_id
-    print(f"{Path(__file__).name}: {config.model}, {policy.num_parameters():,} parameters, {device}, {policy.dtype}")
-    accuracy_before = evaluate(policy, tokenizer, held_out, config)
-    torch.manual_seed(config.seed)
+# ---- 5. Training ---------------------------------------------------------------------------------
+@dataclass
+class Config:
+    model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="hub name or folder")
+    device: str = HfArg(default="", help="cuda, mps or cpu")
+    seed: int = HfArg(default=0, help="of all draws")
+    save: str = HfArg(default="", help="new folder to save in")
+    steps: int = HfArg(default=30, help="rollouts")
+    batch_size: int = HfArg(default=16, help="prompts per step (B), up to 80")
+    max_new_tokens: int = HfArg(default=12, help="longest completion")
+    inner_epochs: int = HfArg(default=2, help="updates per rollout")
+    lr: float = HfArg(default=1e-5, help="AdamW step size")
+    critic_lr: float = HfArg(default=1e-5, help="AdamW step size of the critic")
+    clip: float = HfArg(default=0.2, help="bounds of the ratio")
+    beta: float = HfArg(default=0.04, help="weight of the KL")
+    gamma: float = HfArg(default=1.0, help="discount per token")
+    lam: float = HfArg(default=0.95, help="GAE: 1 trusts the reward, 0 the critic")
+
+
+def make_folder(name):
+    """--save's folder, made before the training so that a bad name cannot waste it."""
     try:
+        Path(name).expanduser().mkdir(parents=True)
+    except OSError as error:
+        raise SystemExit(f"error: --save {name}: {error.strerror}; name a new folder")
+    return Path(name).expanduser()
+
+
+def main(config):
+    started, rng, results = time.perf_counter(), random.Random(config.seed), []
+    train, held_out = toy_data()
+    policy, tokenizer = load(config.model, config.device)
+    folder = make_folder(config.save) if config.save else None
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    critic = make_critic(policy)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
+    optimizer.add_param_group({"params": critic.parameters(), "lr": config.critic_lr})
+    limits = config.max_new_tokens, stop_ids(policy, tokenizer), tokenizer.pad_token_id
+    try:
+        results += [f"accuracy_before: {evaluate(policy, tokenizer, held_out, config)}"]
+        torch.manual_seed(config.seed)
         for step in range(1, config.steps + 1):
             step_started = time.perf_counter()
-            # 9.1 Batch
+            # The batch: B questions.
             questions, answers = zip(*rng.sample(train, config.batch_size))
-            prompts = [x.to(device) for x in pad([encode_prompt(tokenizer, q) for q in questions], pad_id, "left")]
-            # 9.2 Rollout. vLLM would go here, faster, if it can be made to give the same probabilities.
-            ids, mask = sample(policy, *prompts, 1, config.max_new_tokens, stops, pad_id)
-            if step == 1:
-                show_row(tokenizer, *prompts, ids, mask)
-            # 9.3 Reward. InstructGPT subtracts beta * KL from it token by token; here the loss has it, as in GRPO.
+            prompts = encode_prompts(tokenizer, questions, policy.device)
+            # The rollout: a completion of each. vLLM would go here.
+            ids, mask = sample(policy, *prompts, 1, *limits)
+            # The reward sees no prompt. InstructGPT subtracts the KL here; we add it to the loss.
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-            rewards = torch.tensor([*map(reward, texts, answers)], device=device)  # (N,)
-            ref_logprobs = token_logprobs(reference, *prompts, ids, mask) if config.beta > 0 else None
-            # 9.4 Update
+            rewards = torch.tensor([*map(reward, texts, answers)], device=policy.device)
+            # The update. Distributed training would average the gradients after backward().
+            ref_logprobs = token_logprobs(reference, *prompts, ids, mask)
             for epoch in range(config.inner_epochs):
                 logprobs = token_logprobs(policy, *prompts, ids, mask)
                 values = token_values(critic, *prompts, ids, mask)
-                if epoch == 0:  # the weights that sampled: the ratio is exactly 1 here, and the clip cannot fire
+                if epoch == 0:  # ratio 1; whitening the advantages would follow here
                     old_logprobs = logprobs.detach()
-                    advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)  # whitening would follow
-                surrogate, clipped = clipped_surrogate(logprobs, old_logprobs, advantages, config.clip)
-                kl = kl_to_reference(logprobs, ref_logprobs) if config.beta > 0 else torch.zeros_like(logprobs)
-                loss = masked_mean(surrogate + config.beta * kl, mask)
+                    advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
+                losses, clipped = clipped_surrogate(logprobs, old_logprobs, advantages, config.clip)
+                kl = kl_to_reference(logprobs, ref_logprobs)
+                loss = masked_mean(losses + config.beta * kl, mask)
                 value_loss = masked_mean((values - returns) ** 2, mask) / 2
-                (loss + value_loss).backward()  # distributed training would average the gradients here
-                norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0, error_if_nonfinite=True)
-                torch.nn.utils.clip_grad_norm_(critic.parameters(), 1.0, error_if_nonfinite=True)
+                (loss + value_loss).backward()
+                norm, _ = (torch.nn.utils.clip_grad_norm_(
+                    model.parameters(), 1.0, error_if_nonfinite=True) for model in (policy, critic))
                 optimizer.step()
-                optimizer.zero_grad()  # now: sampling and the next forward pass need the memory
-            # 9.5 Print, of the last inner epoch
+                optimizer.zero_grad()
+            # The print, of the last inner epoch.
             print(f"step {step}/{config.steps}  loss {loss:z.4f}  reward {rewards.mean():.3f}  "
-                  f"length {mask.sum() / len(mask):.1f}  grad_norm {norm:.3f}  kl {masked_mean(kl, mask):z.4f}  "
-                  f"clip {masked_mean(clipped, mask):.3f}  value {masked_mean(values, mask):z.3f}  "
-                  f"value_loss {value_loss:.4f}  {time.perf_counter() - step_started:.1f} s")
-            if step % 5 == 0:
-                print(f"  {questions[0]} {texts[0]!r} reward {rewards[0]:.0f}")
-            if not rewards.any():
-                print("  no reward in this step. If it stays so: minimal_sft.py --steps 8 --save X, then --model X")
+                  f"length {mask.sum() / len(mask):.1f}  grad_norm {norm:.3f}  kl "
+                  f"{masked_mean(kl, mask):.4f}  clip {masked_mean(clipped, mask):.3f}  value_loss "
+                  f"{value_loss:.4f}  {time.perf_counter() - step_started:.1f} s", flush=True)
+            if step % 5 == 1:
+                row = [tokenizer.decode(i[0, m[0] == 1]) for i, m in (prompts, (ids, mask))]
+                print("  mask 0 {!a}\n  mask 1 {!a} reward {:.0f}".format(*row, rewards[0]))
+                if not rewards.any():
+                    print("  no reward: first minimal_sft.py --steps 8 --save X, then --model X")
     except KeyboardInterrupt:
-        print("interrupted: no more training")
-    finally:  # after an error too, but what has not trained a step replaces no older model
-        if config.save and (optimizer.state or not Path(config.save).exists()):
-            save(policy, tokenizer, config.save)
-    print(f"---\naccuracy_before: {accuracy_before}\naccuracy_after: {evaluate(policy, tokenizer, held_out, config)}")
-    print(f"seconds: {time.perf_counter() - started:.0f}\npeak_gb: {peak_gb(device):.2f}")
+        print("interrupted")
+    finally:
+        if folder and optimizer.state:
+            policy.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        elif folder:
+            folder.rmdir()
+    results += [f"accuracy_after: {evaluate(policy, tokenizer, held_out, config)}"]
+    print("---", *results, f"seconds: {time.perf_counter() - started:.0f}", sep="\n")
+    if policy.device.type != "cpu":
+        print(f"peak_gb: {torch.accelerator.max_memory_allocated(policy.device) / 1e9:.2f}")
+
 
 if __name__ == "__main__":
-    # A character that the console lacks must not end the run; a log file gets each line at once.
-    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
-    example = f"example: uv run {Path(__file__).name} --model FOLDER --seed 1 --save out/trained"
-    try:
-        main(Config(**vars(HfArgumentParser(Config, epilog=example).parse_args())))
-    except (ValueError, RuntimeError, OSError, KeyboardInterrupt) as error:
-        sys.exit(f"error: {' '.join(str(error).split()) or 'interrupted'}")
+    main(Config(**vars(HfArgumentParser(Config).parse_args())))
