@@ -1,16 +1,47 @@
-"""GRPO on GSM8K: minimal_grpo.py on word problems, in an update that fits in memory.
+"""REINFORCE on GSM8K: what is left when GRPO's machinery is deleted, and how to go on from there.
 
-    loss = mean over tokens of  -min(ratio * A, clip(ratio, 1 - c, 1 + c) * A) + beta * KL
-    ratio = p(token) / p_old(token),  A = (r - mean(r)) / std(r) over the G rewards r of a prompt
-    KL = exp(d) - 1 - d,  d = log p_ref(token) - log p(token)
+    loss = mean over tokens of  -A * log p(token | prompt, earlier tokens)
+    A = r - mean(r) over the G rewards r of a prompt
 
-Shao et al. 2024 (arXiv:2402.03300) on the problems of Cobbe et al. 2021 (arXiv:2110.14168). New are
-the data, a reward that reads a number, an evaluation with error bars, and micro-batches. With
---beta 0 --inner_epochs 1 --scale_by_std false this is gsm8k_grpo_autoresearch.py, and close to
-nanochat's chat_rl.py.
+Williams 1992, with a baseline. Gone from gsm8k_grpo.py: the reference and its KL, the inner epochs
+with their ratio and clip, the division by std. Training ends after --minutes, so that every idea
+pays for the time it takes.
 
-Run: uv run gsm8k_grpo.py
+Run: uv run gsm8k_grpo_autoresearch.py
 B prompts, G completions per prompt, N = B*G rows, P, T prompt and completion length, V vocabulary
+
+PROTOCOL for an agent that improves this file by experiments, alone, as in karpathy/autoresearch.
+
+The goal is the highest val_acc after 20 minutes of training on a machine that does nothing else.
+RUN is `uv run gsm8k_grpo_autoresearch.py` with the --model, --data and --device you were given.
+Edit this file alone; a new setting becomes a default in Config.
+Frozen: data, split and --eval_size; SYSTEM, the prompts, `extract_answer`, `reward`, `evaluate` and
+all that it calls, in float32, with batch_size, group_size and max_new_tokens as they are now (to
+train with others, give it dataclasses.replace(config, ...)); --minutes; the starting model; the
+packages; the lines after `---`. Only training rows are trained on, and only val_acc decides: no
+validation problem, no test row, no other data, no file of an earlier run.
+Free: the rest. Loss, baseline, sampling in training, batch and group size, optimizer, schedule,
+precision, speed.
+
+Setup, once: a clean checkout on a new branch. results.tsv has the tab-separated columns commit,
+seed, val_acc, se_val, steps, train_seconds, peak_gb, status, description; neither it nor run.log is
+committed. RUN with --seed 0 and 1, unchanged, status `baseline`: this is the first BEST. No reward
+at all, or hours per run: stop and say so. LIMIT is the longer run's seconds plus 600.
+
+Over and over:
+1. One idea, one change. Commit it, with the idea as the message.
+2. timeout LIMIT RUN --seed 0 > run.log 2>&1
+3. grep -E "^(val_acc|se_val|steps|train_seconds|peak_gb):" run.log. An exit status other than 0, no
+   val_acc, or train_seconds above 1260 is a crash. A slip may be mended and run again, twice.
+4. Append the row, whatever comes next.
+5. Compare with BEST's val_acc of the same seed; a difference counts only beyond se_val.
+   Above: `candidate`; it may be luck: RUN --seed 1; above again: `keep`, else `revert`.
+   Not seen: if the file became shorter or plainer, RUN --seed 1; not below: `keep`. Else `revert`.
+   Below, in either run: `revert`, or `crash`.
+   keep: this commit is BEST; a deletion leaves BEST's numbers, or small losses would add up.
+   revert: git reset --hard to BEST. Memory may grow by half for a gain, not for nothing.
+Do not ask, do not stop: out of ideas, combine near misses, try the opposite, delete something.
+When a person ends it: RUN --split test --eval_size 0, both seeds, on the first commit and on BEST.
 """
 
 import math
@@ -53,8 +84,7 @@ def gsm8k(config):
 
 def extract_answer(text):
     r"""The number in the last closed \boxed{...}, without commas; None unless it holds just one.
-
-    Units are allowed, m^2 too; 12 is not the value of \frac12, 12^2 or x/12."""
+    Units are allowed, m^2 too, but 12 is not the value of \frac12, 12^2 or x/12."""
     box = (re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text) or [""])[-1]
     box = re.sub(r"(?<=\d)(,|\{,\})(?=\d{3}(?!\d))", "", box.replace("\u2212", "-"))
     box = re.sub(r"(?<=[a-zA-Z}])\^\{?[23]\}?", "", box)
@@ -167,12 +197,11 @@ def pass_at_k(n, c, k):
 
 
 def evaluate(model, tokenizer, problems, config, when):
-    """Greedy accuracy, standard error, Wilson's 95% interval, share truncated, length, pass@k.
-
-    It leaves the random state as it found it: training does not depend on what is evaluated."""
+    """Greedy accuracy, standard error, Wilson's 95% interval, share truncated, length, pass@k."""
     totals, counts, n, samples = 0, [], len(problems), config.eval_samples
     stops = stop_ids(model, tokenizer)
     size = max(1, config.batch_size * config.group_size // (samples or 1))
+    # The random state stays as it was: training does not depend on what is evaluated.
     with torch.random.fork_rng():
         for i in tqdm(range(0, n, size), leave=False):
             part = problems[i : i + size]
@@ -201,13 +230,13 @@ class Config:
     save: str = HfArg(default="", help="new folder to save in")
     data: str = HfArg(default="", help="folder of train.jsonl, test.jsonl")
     split: str = HfArg(default="val", help="val or test")
-    eval_size: int = HfArg(default=200, help="problems evaluated, 0: all")
+    eval_size: int = HfArg(default=200, help="problems; 0: all")
     eval_samples: int = HfArg(default=0, help="samples for pass@k")
     minutes: float = HfArg(default=20.0, help="of training, evaluation and loading not counted")
     batch_size: int = HfArg(default=16, help="prompts per step (B)")
     group_size: int = HfArg(default=8, help="completions per prompt (G)")
     max_new_tokens: int = HfArg(default=512, help="longest completion")
-    micro_batch: int = HfArg(default=0, help="rows per pass, 0: a group")
+    micro_batch: int = HfArg(default=0, help="rows per pass; 0: a group")
     lr: float = HfArg(default=2e-6, help="AdamW step size")
 
 
@@ -236,9 +265,9 @@ def main(config):
     started, rng = time.perf_counter(), random.Random(config.seed)
     train, problems = gsm8k(config)
     policy, tokenizer = load(config.model, config.device)
-    folder = make_folder(config.save) if config.save else None
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
     step, training_started = 0, time.perf_counter()
+    folder = make_folder(config.save) if config.save else None
     try:
         torch.manual_seed(config.seed)
         while (step_started := time.perf_counter()) - training_started < 60 * config.minutes:

@@ -68,8 +68,7 @@ def gsm8k(config):
 
 def extract_answer(text):
     r"""The number in the last closed \boxed{...}, without commas; None unless it holds just one.
-
-    Units are allowed, m^2 too; 12 is not the value of \frac12, 12^2 or x/12."""
+    Units are allowed, m^2 too, but 12 is not the value of \frac12, 12^2 or x/12."""
     box = (re.findall(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}", text) or [""])[-1]
     box = re.sub(r"(?<=\d)(,|\{,\})(?=\d{3}(?!\d))", "", box.replace("\u2212", "-"))
     box = re.sub(r"(?<=[a-zA-Z}])\^\{?[23]\}?", "", box)
@@ -189,12 +188,11 @@ def pass_at_k(n, c, k):
 
 
 def evaluate(model, tokenizer, problems, config, when):
-    """Greedy accuracy, standard error, Wilson's 95% interval, share truncated, length, pass@k.
-
-    It leaves the random state as it found it: training does not depend on what is evaluated."""
+    """Greedy accuracy, standard error, Wilson's 95% interval, share truncated, length, pass@k."""
     totals, counts, n, samples = 0, [], len(problems), config.eval_samples
     stops = stop_ids(model, tokenizer)
     size = max(1, config.batch_size * config.group_size // (samples or 1))
+    # The random state stays as it was: training does not depend on what is evaluated.
     with torch.random.fork_rng():
         for i in tqdm(range(0, n, size), leave=False):
             part = problems[i : i + size]
@@ -223,7 +221,7 @@ class Config:
     save: str = HfArg(default="", help="new folder to save in")
     data: str = HfArg(default="", help="folder of train.jsonl, test.jsonl")
     split: str = HfArg(default="val", help="val or test")
-    eval_size: int = HfArg(default=200, help="problems evaluated, 0: all")
+    eval_size: int = HfArg(default=200, help="problems; 0: all")
     eval_samples: int = HfArg(default=0, help="samples for pass@k")
     sft_steps: int = HfArg(default=100, help="SFT steps")
     sft_lr: float = HfArg(default=1e-5, help="its step size")
@@ -231,7 +229,7 @@ class Config:
     batch_size: int = HfArg(default=16, help="prompts per step (B)")
     group_size: int = HfArg(default=8, help="completions per prompt (G)")
     max_new_tokens: int = HfArg(default=512, help="longest completion")
-    micro_batch: int = HfArg(default=0, help="rows per pass, 0: a group")
+    micro_batch: int = HfArg(default=0, help="rows per pass; 0: a group")
     inner_epochs: int = HfArg(default=2, help="updates per rollout")
     lr: float = HfArg(default=2e-6, help="AdamW step size")
     clip: float = HfArg(default=0.2, help="bounds of the ratio")
@@ -283,8 +281,8 @@ def main(config):
     started, rng, results = time.perf_counter(), random.Random(config.seed), []
     train, problems = gsm8k(config)
     policy, tokenizer = load(config.model, config.device)
-    folder = make_folder(config.save) if config.save else None
     optimizer = torch.optim.AdamW(policy.parameters(), config.sft_lr, weight_decay=0.0, fused=True)
+    folder = make_folder(config.save) if config.save else None
     try:
         results += evaluate(policy, tokenizer, problems, config, "before")
         warm_up(policy, tokenizer, optimizer, train, rng, config)

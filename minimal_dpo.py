@@ -184,9 +184,9 @@ def main(config):
     started, rng, results = time.perf_counter(), random.Random(config.seed), []
     train, held_out = toy_data()
     policy, tokenizer = load(config.model, config.device)
-    folder = make_folder(config.save) if config.save else None
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
+    folder = make_folder(config.save) if config.save else None
     try:
         results += [f"accuracy_before: {evaluate(policy, tokenizer, held_out, config)}"]
         for step in range(1, config.steps + 1):

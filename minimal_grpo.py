@@ -187,10 +187,10 @@ def main(config):
     started, rng, results = time.perf_counter(), random.Random(config.seed), []
     (train, held_out), G = toy_data(), config.group_size
     policy, tokenizer = load(config.model, config.device)
-    folder = make_folder(config.save) if config.save else None
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
     limits = config.max_new_tokens, stop_ids(policy, tokenizer), tokenizer.pad_token_id
+    folder = make_folder(config.save) if config.save else None
     try:
         results += [f"accuracy_before: {evaluate(policy, tokenizer, held_out, config)}"]
         torch.manual_seed(config.seed)

@@ -213,12 +213,12 @@ def main(config):
     started, rng, results = time.perf_counter(), random.Random(config.seed), []
     train, held_out = toy_data()
     policy, tokenizer = load(config.model, config.device)
-    folder = make_folder(config.save) if config.save else None
     reference = copy.deepcopy(policy).requires_grad_(False)
     critic = make_critic(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0, fused=True)
     optimizer.add_param_group({"params": critic.parameters(), "lr": config.critic_lr})
     limits = config.max_new_tokens, stop_ids(policy, tokenizer), tokenizer.pad_token_id
+    folder = make_folder(config.save) if config.save else None
     try:
         results += [f"accuracy_before: {evaluate(policy, tokenizer, held_out, config)}"]
         torch.manual_seed(config.seed)
