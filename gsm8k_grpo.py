@@ -290,8 +290,8 @@ def main(config):
                   f"length {mask.sum() / len(mask):.1f}  grad_norm {norm:.3f}  kl {stats[1]:.4f}  "
                   f"clip {stats[2]:.3f}  {time.perf_counter() - step_started:.1f} s", flush=True)
             if step % 5 == 1:
-                row = [tokenizer.decode(i[0, m[0] == 1]) for i, m in (batch[:2], batch[2:])]
-                print("  mask 0 {!a}\n  mask 1 {!a} reward {:.0f}".format(*row, rewards[0, 0]))
+                prompt, text = (tokenizer.decode(x[0, m[0] > 0]) for x, m in (batch[:2], batch[2:]))
+                print(f"  loss mask 0 {prompt!a}\n  loss mask 1 {text!a} reward {rewards[0, 0]:g}")
                 if not rewards.any():
                     print("  no reward: try gsm8k_sft_grpo.py, or a larger --model")
     except KeyboardInterrupt:

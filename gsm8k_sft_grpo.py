@@ -224,7 +224,7 @@ class Config:
     eval_size: int = HfArg(default=200, help="problems; 0: all")
     eval_samples: int = HfArg(default=0, help="samples for pass@k")
     sft_steps: int = HfArg(default=100, help="SFT steps")
-    sft_lr: float = HfArg(default=1e-5, help="its step size")
+    sft_lr: float = HfArg(default=1e-5, help="step size")
     steps: int = HfArg(default=100, help="rollouts")
     batch_size: int = HfArg(default=16, help="prompts per step (B)")
     group_size: int = HfArg(default=8, help="completions per prompt (G)")
@@ -321,10 +321,10 @@ def main(config):
                   f"length {mask.sum() / len(mask):.1f}  grad_norm {norm:.3f}  kl {stats[1]:.4f}  "
                   f"clip {stats[2]:.3f}  {time.perf_counter() - step_started:.1f} s", flush=True)
             if step % 5 == 1:
-                row = [tokenizer.decode(i[0, m[0] == 1]) for i, m in (batch[:2], batch[2:])]
-                print("  mask 0 {!a}\n  mask 1 {!a} reward {:.0f}".format(*row, rewards[0, 0]))
+                prompt, text = (tokenizer.decode(x[0, m[0] > 0]) for x, m in (batch[:2], batch[2:]))
+                print(f"  loss mask 0 {prompt!a}\n  loss mask 1 {text!a} reward {rewards[0, 0]:g}")
                 if not rewards.any():
-                    print("  no reward: try more --sft_steps")
+                    print("  no reward: more --sft_steps")
     except KeyboardInterrupt:
         print("interrupted")
     finally:

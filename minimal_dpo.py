@@ -205,8 +205,8 @@ def main(config):
                   f"chosen {chosen.mean():.3f}  rejected {rejected.mean():.3f}  margin "
                   f"{margin.mean():z.3f}  {time.perf_counter() - step_started:.1f} s", flush=True)
             if step % 5 == 1:
-                row = [tokenizer.decode(i[0, m[0] == 1]) for i, m in (batch[:2], batch[2:])]
-                print("  mask 0 {!a}\n  mask 1 {!a}".format(*row))
+                prompt, text = (tokenizer.decode(x[0, m[0] > 0]) for x, m in (batch[:2], batch[2:]))
+                print(f"  loss mask 0 {prompt!a}\n  loss mask 1 {text!a}")
     except KeyboardInterrupt:
         print("interrupted")
     finally:

@@ -227,8 +227,8 @@ def main(config):
                   f"kl {masked_mean(kl, mask):.4f}  clip {masked_mean(clipped, mask):.3f}  "
                   f"{time.perf_counter() - step_started:.1f} s", flush=True)
             if step % 5 == 1:
-                row = [tokenizer.decode(i[0, m[0] == 1]) for i, m in (prompts, (ids, mask))]
-                print("  mask 0 {!a}\n  mask 1 {!a} reward {:.0f}".format(*row, rewards[0, 0]))
+                prompt, text = (tokenizer.decode(x[0, m[0] > 0]) for x, m in (prompts, (ids, mask)))
+                print(f"  loss mask 0 {prompt!a}\n  loss mask 1 {text!a} reward {rewards[0, 0]:g}")
                 if not rewards.any():
                     print("  no reward: first minimal_sft.py --steps 8 --save X, then --model X")
     except KeyboardInterrupt:

@@ -187,8 +187,8 @@ def main(config):
             print(f"step {step}/{config.steps}  loss {loss:.4f}  grad_norm {norm:.3f}  "
                   f"{time.perf_counter() - step_started:.1f} s", flush=True)
             if step % 5 == 1:
-                row = [tokenizer.decode(i[0, m[0] == 1]) for i, m in (prompts, (ids, mask))]
-                print("  mask 0 {!a}\n  mask 1 {!a}".format(*row))
+                prompt, text = (tokenizer.decode(x[0, m[0] > 0]) for x, m in (prompts, (ids, mask)))
+                print(f"  loss mask 0 {prompt!a}\n  loss mask 1 {text!a}")
     except KeyboardInterrupt:
         print("interrupted")
     finally:

@@ -1,96 +1,91 @@
-"""Prompts, stop tokens, padding and rewards: what the model is fed and what counts."""
+"""Prompts, completions, stop tokens, toy rewards: what the model is fed and what counts."""
 
-import datetime
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CHATML, having, make_model, make_tokenizer
-from transformers.utils import chat_template_utils
-
-
-def fake(eos):
-    return SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=eos))
+from conftest import DROPS, GSM8K, REFUSES, SCRIPTS, having, make_model, make_tokenizer, save
+from tokenizers import processors
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
 @having("stop_ids")
-@pytest.mark.parametrize("eos, expected", [(7, {7, 9}), ([5, 6], {5, 6, 9}), (None, {9}), (9, {9}), ([9, 5], {5, 9})])
-def test_stop_ids_take_an_int_a_list_or_none(script, eos, expected):
-    ids = script.stop_ids(fake(eos), SimpleNamespace(eos_token_id=9))
-    assert set(ids) == expected and len(ids) == len(expected) and isinstance(ids, list)
+@pytest.mark.parametrize(
+    "eos, own, expected",
+    [(7, 9, [7, 9]), ([6, 5], 9, [5, 6, 9]), (None, 9, [9]), ([9, 5], 9, [5, 9]), (None, None, [])],
+)
+def test_stop_ids_take_an_int_a_list_or_none(script, eos, own, expected):
+    config = SimpleNamespace(eos_token_id=eos)
+    model = SimpleNamespace(generation_config=config, device=torch.device("cpu"))
+    ids = script.stop_ids(model, SimpleNamespace(eos_token_id=own))
+    assert sorted(ids.tolist()) == expected and ids.dtype == torch.long
 
 
-@having("stop_ids")
-def test_stop_ids_without_any_eos(script):
-    assert script.stop_ids(fake(None), SimpleNamespace(eos_token_id=None)) == []
+@having("encode_prompts")
+def test_prompt_is_the_instruction_the_question_and_the_opening(script, tokenizer):
+    questions = ["What is 3 + 8?", "Q?"]
+    ids, mask = script.encode_prompts(tokenizer, questions, "cpu")
+    for row, real, question in zip(ids, mask, questions):
+        text = tokenizer.decode(row[real.bool()])
+        assert text.startswith("<|im_start|>") and text.endswith("\n<|im_start|>assistant\n")
+        assert text.count(script.SYSTEM) == text.count(question) == text.count("assistant") == 1
+    # The short one is padded on the left, and what is real of it is the same alone.
+    blank = ids.shape[1] - int(mask[1].sum())
+    assert blank == len(questions[0]) - len(questions[1]) and mask[0].all()
+    assert mask[1].tolist() == [0] * blank + [1] * (ids.shape[1] - blank)
+    assert set(ids[1, :blank].tolist()) == {258}
+    assert script.encode_prompts(tokenizer, ["Q?"], "cpu")[0][0].tolist() == ids[1, blank:].tolist()
 
 
-@having("encode_prompt")
-def test_prompt_is_the_scripts_system_line_question_and_opening(script, tokenizer):
-    text = tokenizer.decode(script.encode_prompt(tokenizer, "What is 3 + 8?"))
-    system = f"<|im_start|>system\n{script.SYSTEM}<|im_end|>\n"
-    assert text == system + "<|im_start|>user\nWhat is 3 + 8?<|im_end|>\n<|im_start|>assistant\n"
-
-
-@having("encode_prompt")
-def test_template_default_system_line_is_never_used(script):
-    template = "{% if messages[0]['role'] != 'system' %}default{% endif %}" + CHATML
-    text = make_tokenizer(template).decode(script.encode_prompt(make_tokenizer(template), "Q"))
-    assert "default" not in text and script.SYSTEM in text
-
-
-@having("encode_prompt")
-def test_template_that_prints_the_date_gives_the_same_ids_on_two_days(script, monkeypatch):
-    tokenizer = make_tokenizer("{{ strftime_now('%d %b %Y') }}" + CHATML)
-    prompts = []
-    for day in (1, 2):
-        frozen = SimpleNamespace(now=lambda day=day: datetime.datetime(2031, 5, day))
-        monkeypatch.setattr(chat_template_utils, "datetime", frozen)
-        dated = tokenizer.apply_chat_template([{"role": "user", "content": "Q"}], tokenize=False)
-        assert f"0{day} May 2031" in dated  # without the script's macro the date does get in
-        prompts.append(script.encode_prompt(tokenizer, "Q"))
-    assert prompts[0] == prompts[1]
-
-
-@having("encode_prompt")
-def test_plain_text_without_a_chat_template(script):
-    tokenizer = make_tokenizer(template=None)
-    assert tokenizer.decode(script.encode_prompt(tokenizer, "What is 3 + 8?")) == f"{script.SYSTEM}\nWhat is 3 + 8?\n"
-
-
-@having("encode_prompt")
-@pytest.mark.parametrize("template", [None, "{{ bos_token }}" + CHATML], ids=["plain", "template"])
-def test_one_bos_never_two(script, template):
-    from tokenizers import processors
-
+@having("encode_prompts")
+@pytest.mark.parametrize("template", [REFUSES, DROPS], ids=["refuses", "drops"])
+@pytest.mark.xfail(strict=True, reason="the instruction stands in the system turn")
+def test_instruction_reaches_a_template_without_a_system_turn(script, template):
     tokenizer = make_tokenizer(template, bos="<|end|>")
+    ids, _ = script.encode_prompts(tokenizer, ["What is 3 + 8?"], "cpu")
+    assert script.SYSTEM in tokenizer.decode(ids[0])
+
+
+@having("load")
+def test_base_model_without_a_template_reads_plain_text(script, tmp_path):
+    bare = make_tokenizer(template=None, pad=None, bos="<|end|>")
+    model, tokenizer = script.load(str(save(tmp_path, make_model("gpt2"), bare)), "cpu")
+    ids, mask = script.encode_prompts(tokenizer, ["What is 3 + 8?"], "cpu")
+    text = tokenizer.decode(ids[0])
+    assert text.startswith("<|end|>") and text.count("<|end|>") == 1 and text.endswith("\n")
+    assert text.count(script.SYSTEM) == text.count("What is 3 + 8?") == 1 and mask.all()
+
+
+@having("encode_prompts")
+def test_one_bos_although_the_tokenizer_would_add_another(script):
+    tokenizer = make_tokenizer("{{ bos_token }}" + make_tokenizer().chat_template, bos="<|end|>")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|end|> $A", special_tokens=[("<|end|>", 259)]
     )
-    ids = script.encode_prompt(tokenizer, "Q")
+    ids = script.encode_prompts(tokenizer, ["Q"], "cpu")[0][0].tolist()
     assert ids[0] == 259 and ids.count(259) == 1
 
 
-@having("encode_completion")
+@having("encode_completions")
 @pytest.mark.parametrize("answer", ["12", " 12", ".5"])
-def test_completion_is_encoded_apart_from_the_prompt_and_ends_in_one_eos(script, answer):
-    tokenizer = make_tokenizer(template=None, pad="<|im_end|>")  # pad is EOS
-    prompt = script.encode_prompt(tokenizer, "x = ")
-    completion = script.encode_completion(tokenizer, answer)
-    assert tokenizer.decode(completion) == f"{answer}<|im_end|>" and completion.count(257) == 1
-    ids, mask = script.pad([completion, completion + [65, 66, 257]], tokenizer.pad_token_id, "right")
-    assert ids[0][mask[0].bool()].tolist() == completion  # one supervised EOS, no supervised padding
-    fed, fed_mask = script.pad([prompt], tokenizer.pad_token_id, "left")
-    assert fed[0].tolist() == prompt  # the sampler is fed these very ids
-
-
-@having("pad")
-def test_pad(script):
-    ids, mask = script.pad([[1, 2, 3], [4]], 9, "left")
-    assert ids.tolist() == [[1, 2, 3], [9, 9, 4]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
-    ids, mask = script.pad([[1, 2, 3], [4], []], 9, "right")
-    assert ids.tolist() == [[1, 2, 3], [4, 9, 9], [9, 9, 9]] and mask.tolist() == [[1, 1, 1], [1, 0, 0], [0, 0, 0]]
-    assert ids.dtype == mask.dtype == torch.long
+def test_answers_are_not_tokenized_across_the_seam_and_end_in_one_eos(script, answer):
+    tokenizer = make_tokenizer("{{ messages[-1].content }}", pad="<|im_end|>")  # pad is EOS
+    tokenizer.add_tokens(["= 1", "=  1", "= .", "12"])  # the first three only across the seam
+    prompts = script.encode_prompts(tokenizer, ["x = "], "cpu")
+    ids, mask = script.encode_completions(tokenizer, [answer, "a long answer"], "cpu")
+    trained = ids[0][mask[0].bool()].tolist()
+    assert tokenizer.decode(trained) == f"{answer}<|im_end|>"
+    assert trained == tokenizer(answer).input_ids + [257] and trained.count(257) == 1
+    assert mask[0].tolist() == [1] * len(trained) + [0] * (ids.shape[1] - len(trained))
+    assert set(ids[0, len(trained) :].tolist()) == {257}  # in the row, not in the mask
+    # Scoring feeds the prompt ids that sampling feeds, and the seam would have changed them.
+    fed, model = [], make_model(vocab=264)
+    model.register_forward_pre_hook(lambda _, args: fed.append(args[0].tolist()))
+    script.sample(model, *prompts, 1, 1, torch.tensor([257]), 257)
+    script.token_logprobs(model, *prompts, ids[:1], mask[:1])
+    assert fed[0] == fed[1] == prompts[0].tolist() == [tokenizer("x = ").input_ids]
+    assert tokenizer(f"x = {answer}").input_ids[: len(fed[0][0])] != fed[0][0]
 
 
 @having("toy_data")
@@ -110,7 +105,6 @@ def test_pad(script):
         ("<answer>2</answer> or <answer>1</answer>", "2", 0.0),
         ("<answer>2</answer> or <answer>1", "2", 1.0),
         ("<answer>1 <answer>2</answer>", "2", 1.0),
-        ("<answer>2</answer> </answer>", "2", 1.0),
         ("<Answer>2</Answer>", "2", 0.0),
     ],
 )
@@ -120,68 +114,78 @@ def test_toy_reward(script, completion, answer, expected):
 
 
 @having("toy_data")
-def test_reward_is_linear_in_the_length(script):
-    assert script.reward("<answer>" * 20_000 + "</answer>" * 20_000, "2") == 0.0
-
-
-@having("toy_data")
 def test_split_is_80_and_20_of_the_100_sums_and_the_same_everywhere(script):
-    import minimal_sft
-
     train, held_out = script.toy_data()
     assert (len(train), len(held_out), len({*train, *held_out})) == (80, 20, 100)
-    assert script.toy_data() == minimal_sft.toy_data()
+    assert script.toy_data() == SCRIPTS["minimal_sft"].toy_data()
     for question, answer in train + held_out:
         a, b = question.removeprefix("What is ").removesuffix("?").split(" + ")
         assert int(a) + int(b) == int(answer)
 
 
-@having("near_miss")
-def test_near_miss_is_wrong_close_and_drawn_anew(script):
-    import random
-
-    rng = random.Random(0)
-    for answer in range(19):
-        drawn = {int(script.near_miss(str(answer), rng)) for _ in range(200)}
-        assert answer not in drawn and min(drawn) >= 0 and all(abs(n - answer) <= 3 for n in drawn) and len(drawn) >= 3
-
-
 @having("encode_pairs")
-def test_pair_shares_its_prompt_and_differs_in_the_number(script, tokenizer):
-    import random
-
+def test_pair_shares_its_prompt_and_differs_by_1_either_way(script, tokenizer):
     problems = [("What is 3 + 8?", "11"), ("What is 1 + 1?", "2")]
-    prompt_ids, _, ids, mask = script.encode_pairs(tokenizer, problems, random.Random(0), "cpu")
-    texts = [tokenizer.decode(row[real.bool()]) for row, real in zip(ids, mask)]
-    assert len(prompt_ids) == 2 and len(ids) == 4
-    assert texts[0] == "<answer>11</answer><|im_end|>" and texts[2] == "<answer>2</answer><|im_end|>"
-    assert texts[1] != texts[0] and texts[3] != texts[2]
+    drawn = set()
+    for seed in range(9):
+        batch = script.encode_pairs(tokenizer, problems, random.Random(seed), "cpu")
+        prompt_ids, _, ids, mask = batch
+        texts = [tokenizer.decode(row[real.bool()]) for row, real in zip(ids, mask)]
+        assert len(prompt_ids) == 2 and texts[0] == "<answer>11</answer><|im_end|>"
+        assert texts[2] == "<answer>2</answer><|im_end|>"
+        drawn |= {texts[1], texts[3]}
+    assert drawn == {f"<answer>{n}</answer><|im_end|>" for n in (10, 12, 1, 3)}
 
 
 @having("load")
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
-def test_load_makes_a_bf16_checkpoint_float32(script, tmp_path, family):
-    make_model(family).to(torch.bfloat16).save_pretrained(tmp_path)
-    make_tokenizer(pad=None).save_pretrained(tmp_path)
-    model, tokenizer = script.load(str(tmp_path), torch.device("cpu"))
+def test_load_makes_a_bf16_checkpoint_float32(script, tmp_path, family, capsys):
+    save(tmp_path, make_model(family).to(torch.bfloat16), make_tokenizer(pad=None))
+    model, tokenizer = script.load(str(tmp_path), "cpu")
     assert {p.dtype for p in model.parameters()} == {torch.float32} and not model.training
-    assert tokenizer.pad_token_id is not None
+    assert tokenizer.pad_token == "<|im_end|>"  # EOS in its place
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in (f"{script.__name__}.py", str(tmp_path), "cpu", "float32"))
 
 
 @having("load")
-def test_load_of_something_unknown_names_the_flag(script, tmp_path):
+def test_load_of_something_unknown_names_the_flag_in_one_line(script, tmp_path):
     for folder in (tmp_path / "none", tmp_path):
-        with pytest.raises(ValueError, match="--model"):
-            script.load(str(folder), torch.device("cpu"))
+        with pytest.raises(SystemExit, match=f"^error: --model {folder}[^\n]*$"):
+            script.load(str(folder), "cpu")
+
+
+@having("make_critic")
+@pytest.mark.parametrize("tied", [True, False])
+def test_critic_starts_at_0_and_shares_nothing_with_the_policy(script, tied):
+    sizes = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": tied}
+    policy = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads)).eval()
+    critic = script.make_critic(policy)
+    assert critic.get_output_embeddings().weight.shape == (1, 8)
+    assert policy.get_output_embeddings().weight.shape == (20, 8)
+    own = {p.data_ptr() for p in policy.parameters()}
+    assert not own & {p.data_ptr() for p in critic.parameters()}
+    ids = torch.tensor([[1, 2, 3]])
+    mask = torch.ones_like(ids)
+    values = script.token_values(critic, ids, mask, ids, mask)
+    assert values.shape == (1, 3) and not values.any()
+    assert torch.equal(critic.model.embed_tokens.weight, policy.model.embed_tokens.weight)
 
 
 def test_update_of_1e_6_survives_in_float32_and_not_in_bf16():
-    weights = {dtype: torch.nn.Parameter(torch.tensor(0.02, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)}
-    for weight in weights.values():
+    ends = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = torch.nn.Parameter(torch.tensor(0.02, dtype=dtype))
         optimizer = torch.optim.SGD([weight], lr=1e-6)
         for _ in range(100):
             weight.grad = torch.ones_like(weight)
             optimizer.step()
-    assert weights[torch.float32].item() == pytest.approx(0.0199, abs=1e-7)
-    assert weights[torch.bfloat16].item() == pytest.approx(0.02, abs=1e-4)
-    assert weights[torch.bfloat16].item() == torch.tensor(0.02, dtype=torch.bfloat16).item()
+        ends[dtype] = weight.item()
+    assert ends[torch.float32] == pytest.approx(0.0199, abs=1e-7)
+    assert ends[torch.bfloat16] == torch.tensor(0.02, dtype=torch.bfloat16).item()
+
+
+def test_every_script_has_one_of_the_two_tasks():
+    for name, script in SCRIPTS.items():
+        assert hasattr(script, "extract_answer") == (name in GSM8K) != hasattr(script, "toy_data")
