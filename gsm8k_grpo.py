@@ -301,7 +301,7 @@ def main(config):
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         elif folder:
-            folder.rmdir()
+            folder.rmdir()  # no step: the same command works again
     results += evaluate(policy, tokenizer, problems, config, "after")
     print("---", *results, f"seconds: {time.perf_counter() - started:.0f}", sep="\n")
     if policy.device.type != "cpu":

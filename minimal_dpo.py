@@ -214,7 +214,7 @@ def main(config):
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         elif folder:
-            folder.rmdir()
+            folder.rmdir()  # no step: the same command works again
     results += [f"accuracy_after: {evaluate(policy, tokenizer, held_out, config)}"]
     with torch.no_grad():
         batch = encode_pairs(tokenizer, held_out, random.Random(0), policy.device)

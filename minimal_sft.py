@@ -196,7 +196,7 @@ def main(config):
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         elif folder:
-            folder.rmdir()
+            folder.rmdir()  # no step: the same command works again
     results += [f"accuracy_after: {evaluate(policy, tokenizer, held_out, config)}"]
     print("---", *results, f"seconds: {time.perf_counter() - started:.0f}", sep="\n")
     if policy.device.type != "cpu":
