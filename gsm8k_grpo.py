@@ -1,6 +1,6 @@
 """GRPO on GSM8K: minimal_grpo.py on word problems, in an update that fits in memory.
 
-    loss = mean over tokens of  -min(ratio * A, clip(ratio, 1 - c, 1 + c) * A) + beta * KL
+    loss = mean over tokens of [-min(ratio * A, clamp(ratio, 1 - clip, 1 + clip) * A) + beta * KL]
     ratio = p(token) / p_old(token),  A = (r - mean(r)) / std(r) over the G rewards r of a prompt
     KL = exp(d) - 1 - d,  d = log p_ref(token) - log p(token)
 
@@ -31,20 +31,20 @@ from transformers.hf_argparser import HfArg, HfArgumentParser
 
 # ---- 1. The algorithm ----------------------------------------------------------------------------
 def group_advantages(rewards, scale_by_std=True):
-    """(B, G) -> (B, G): (r - mean) / (std + 1e-4), section 4.1.2 of the paper, or r - mean."""
+    """(B, G) -> (B, G): (r - mean) / (std + 1e-4), section 4.1.2, or r - mean; 0 if all equal."""
     scale = rewards.std(1, correction=0, keepdim=True) + 1e-4 if scale_by_std else 1
     return (rewards - rewards.mean(1, keepdim=True)) / scale
 
 
 def clipped_surrogate(logprobs, old_logprobs, advantages, clip):
-    """Per-token loss (N, T), eq. 7 of the PPO paper negated, and 1.0 where the clip changes it."""
+    """Per-token loss (N, T), eq. 7 of the PPO paper negated, and 1.0 where the clip binds."""
     ratio = torch.exp(logprobs - old_logprobs)
     unclipped, clipped = ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages
     return -torch.minimum(unclipped, clipped), (clipped < unclipped).float()
 
 
 def kl_to_reference(logprobs, ref_logprobs):
-    """Per-token KL estimate (N, T), eq. 4; the gradient of plain -d would ignore the reference."""
+    """Per-token KL estimate (N, T), GRPO's eq. 4. The gradient of -d alone has no p_ref in it."""
     d = (ref_logprobs - logprobs).clamp(max=20)  # keeps exp finite
     return torch.expm1(d) - d
 
@@ -110,7 +110,7 @@ def stop_ids(model, tokenizer):
 
 
 def encode_prompts(tokenizer, questions, device):
-    """prompt_ids, prompt_mask (B, P), padded on the left: chats up to where the answer begins."""
+    """prompt_ids, prompt_mask (B, P), padded on the left: chats up to the completion."""
     encoded = tokenizer.apply_chat_template(
         [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": q}]
          for q in questions], add_generation_prompt=True, padding=True, return_dict=True,
@@ -119,14 +119,14 @@ def encode_prompts(tokenizer, questions, device):
 
 
 def forward(model, ids, mask, cache, keep=0):
-    """Logits of ids (N, L), or of the last `keep`; mask (N, cached + L) covers the cache too."""
+    """Logits of ids (N, L), or the last `keep`; mask (N, cached + L); positions skip padding."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     return model(ids, attention_mask=mask, position_ids=positions, cache=cache,
                  logits_to_keep=keep).logits
 
 
 def prefill(model, prompt_ids, prompt_mask, num_samples):
-    """Read each prompt once for its completions: cache, mask (N, P), first logits (N, 1, V)."""
+    """Read each prompt once: cache (gradients pass), mask (N, P), next token's logits (N, 1, V)."""
     cache = DynamicCache()
     logits = forward(model, prompt_ids, prompt_mask, cache, keep=1)
     assert cache.get_seq_length() > 0, "needs transformers 5.24"
@@ -137,7 +137,7 @@ def prefill(model, prompt_ids, prompt_mask, num_samples):
 @torch.no_grad()
 def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stops, pad_id,
            greedy=False):
-    """ids, mask (N, T) up to the stop token, drawn from softmax(logits), as they are trained."""
+    """ids, mask (N, T) with the stop token, drawn from softmax(logits), as the loss assumes."""
     cache, seen, logits = prefill(model, prompt_ids, prompt_mask, num_samples)
     ids, running = seen[:, :0], torch.ones_like(seen[:, :1])
     while True:
@@ -153,7 +153,7 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stops, p
 
 
 def token_logprobs(model, prompt_ids, prompt_mask, ids, mask):
-    """Log-probability (N, T) of each completion token, given all before it."""
+    """Log-probability (N, T) of each completion token, from the logits one token earlier."""
     cache, seen, first = prefill(model, prompt_ids, prompt_mask, len(ids) // len(prompt_ids))
     rest = forward(model, ids, torch.cat([seen, mask], 1), cache)
     logits = torch.cat([first, rest[:, :-1]], 1)  # (N, T, V)
@@ -209,7 +209,7 @@ def evaluate(model, tokenizer, problems, config, when):
 class Config:
     model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="hub name or folder")
     device: str = HfArg(default="", help="cuda, mps or cpu")
-    seed: int = HfArg(default=0, help="of all draws")
+    seed: int = HfArg(default=0, help="random seed")
     save: str = HfArg(default="", help="new folder to save in")
     data: str = HfArg(default="", help="folder of train.jsonl, test.jsonl")
     split: str = HfArg(default="val", help="val or test")
@@ -285,7 +285,7 @@ def main(config):
                     policy.parameters(), 1.0, error_if_nonfinite=True)
                 optimizer.step()
                 optimizer.zero_grad()
-            # The print, of the last inner epoch.
+            # The log. All but reward and length are of the last inner epoch.
             print(f"step {step}/{config.steps}  loss {stats[0]:z.4f}  reward {rewards.mean():.3f}  "
                   f"length {mask.sum() / len(mask):.1f}  grad_norm {norm:.3f}  kl {stats[1]:.4f}  "
                   f"clip {stats[2]:.3f}  {time.perf_counter() - step_started:.1f} s", flush=True)
@@ -301,7 +301,7 @@ def main(config):
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         elif folder:
-            folder.rmdir()  # no step: the same command works again
+            folder.rmdir()  # no step: the name is free again
     results += evaluate(policy, tokenizer, problems, config, "after")
     print("---", *results, f"seconds: {time.perf_counter() - started:.0f}", sep="\n")
     if policy.device.type != "cpu":

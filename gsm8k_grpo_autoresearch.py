@@ -61,7 +61,7 @@ from transformers.hf_argparser import HfArg, HfArgumentParser
 
 # ---- 1. The algorithm ----------------------------------------------------------------------------
 def group_advantages(rewards, scale_by_std=True):
-    """(B, G) -> (B, G): (r - mean) / (std + 1e-4), section 4.1.2 of the paper, or r - mean."""
+    """(B, G) -> (B, G): (r - mean) / (std + 1e-4), section 4.1.2, or r - mean; 0 if all equal."""
     scale = rewards.std(1, correction=0, keepdim=True) + 1e-4 if scale_by_std else 1
     return (rewards - rewards.mean(1, keepdim=True)) / scale
 
@@ -127,7 +127,7 @@ def stop_ids(model, tokenizer):
 
 
 def encode_prompts(tokenizer, questions, device):
-    """prompt_ids, prompt_mask (B, P), padded on the left: chats up to where the answer begins."""
+    """prompt_ids, prompt_mask (B, P), padded on the left: chats up to the completion."""
     encoded = tokenizer.apply_chat_template(
         [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": q}]
          for q in questions], add_generation_prompt=True, padding=True, return_dict=True,
@@ -136,14 +136,14 @@ def encode_prompts(tokenizer, questions, device):
 
 
 def forward(model, ids, mask, cache, keep=0):
-    """Logits of ids (N, L), or of the last `keep`; mask (N, cached + L) covers the cache too."""
+    """Logits of ids (N, L), or the last `keep`; mask (N, cached + L); positions skip padding."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     return model(ids, attention_mask=mask, position_ids=positions, cache=cache,
                  logits_to_keep=keep).logits
 
 
 def prefill(model, prompt_ids, prompt_mask, num_samples):
-    """Read each prompt once for its completions: cache, mask (N, P), first logits (N, 1, V)."""
+    """Read each prompt once: cache (gradients pass), mask (N, P), next token's logits (N, 1, V)."""
     cache = DynamicCache()
     logits = forward(model, prompt_ids, prompt_mask, cache, keep=1)
     assert cache.get_seq_length() > 0, "needs transformers 5.24"
@@ -154,7 +154,7 @@ def prefill(model, prompt_ids, prompt_mask, num_samples):
 @torch.no_grad()
 def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stops, pad_id,
            greedy=False):
-    """ids, mask (N, T) up to the stop token, drawn from softmax(logits), as they are trained."""
+    """ids, mask (N, T) with the stop token, drawn from softmax(logits), as the loss assumes."""
     cache, seen, logits = prefill(model, prompt_ids, prompt_mask, num_samples)
     ids, running = seen[:, :0], torch.ones_like(seen[:, :1])
     while True:
@@ -170,7 +170,7 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stops, p
 
 
 def token_logprobs(model, prompt_ids, prompt_mask, ids, mask):
-    """Log-probability (N, T) of each completion token, given all before it."""
+    """Log-probability (N, T) of each completion token, from the logits one token earlier."""
     cache, seen, first = prefill(model, prompt_ids, prompt_mask, len(ids) // len(prompt_ids))
     rest = forward(model, ids, torch.cat([seen, mask], 1), cache)
     logits = torch.cat([first, rest[:, :-1]], 1)  # (N, T, V)
@@ -226,7 +226,7 @@ def evaluate(model, tokenizer, problems, config, when):
 class Config:
     model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="hub name or folder")
     device: str = HfArg(default="", help="cuda, mps or cpu")
-    seed: int = HfArg(default=0, help="of all draws")
+    seed: int = HfArg(default=0, help="random seed")
     save: str = HfArg(default="", help="new folder to save in")
     data: str = HfArg(default="", help="folder of train.jsonl, test.jsonl")
     split: str = HfArg(default="val", help="val or test")

@@ -1,6 +1,6 @@
 """PPO: the model samples answers, and a critic's prediction of the reward judges each token.
 
-    loss = mean over tokens of  -min(ratio * A, clip(ratio, 1 - c, 1 + c) * A) + beta * KL
+    loss = mean over tokens of [-min(ratio * A, clamp(ratio, 1 - clip, 1 + clip) * A) + beta * KL]
     ratio = p(token) / p_old(token),  A = sum over k >= 0 of (gamma * lam)^k * error_(t+k)
     error_t = r_t + gamma * V_(t+1) - V_t,  the critic's loss = (V - (A + V_old))^2 / 2
     KL = exp(d) - 1 - d,  d = log p_ref(token) - log p(token)
@@ -28,14 +28,14 @@ from transformers.hf_argparser import HfArg, HfArgumentParser
 
 # ---- 1. The algorithm ----------------------------------------------------------------------------
 def clipped_surrogate(logprobs, old_logprobs, advantages, clip):
-    """Per-token loss (N, T), eq. 7 of the PPO paper negated, and 1.0 where the clip changes it."""
+    """Per-token loss (N, T), eq. 7 of the PPO paper negated, and 1.0 where the clip binds."""
     ratio = torch.exp(logprobs - old_logprobs)
     unclipped, clipped = ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages
     return -torch.minimum(unclipped, clipped), (clipped < unclipped).float()
 
 
 def kl_to_reference(logprobs, ref_logprobs):
-    """Per-token KL estimate (N, T), eq. 4; the gradient of plain -d would ignore the reference."""
+    """Per-token KL estimate (N, T), GRPO's eq. 4. The gradient of -d alone has no p_ref in it."""
     d = (ref_logprobs - logprobs).clamp(max=20)  # keeps exp finite
     return torch.expm1(d) - d
 
@@ -71,7 +71,7 @@ def toy_data():
 
 
 def reward(completion, answer):
-    """1.0 if the last closed <answer>...</answer> holds it. A reward model would go here."""
+    """1.0 if the last closed <answer>...</answer> holds `answer`. A reward model would go here."""
     found = re.findall(r"(?s)<answer>((?:(?!<answer>).)*?)</answer>", completion)
     return float(bool(found) and found[-1].strip() == answer != "")
 
@@ -112,7 +112,7 @@ def make_critic(policy):
 
 
 def encode_prompts(tokenizer, questions, device):
-    """prompt_ids, prompt_mask (B, P), padded on the left: chats up to where the answer begins."""
+    """prompt_ids, prompt_mask (B, P), padded on the left: chats up to the completion."""
     encoded = tokenizer.apply_chat_template(
         [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": q}]
          for q in questions], add_generation_prompt=True, padding=True, return_dict=True,
@@ -121,14 +121,14 @@ def encode_prompts(tokenizer, questions, device):
 
 
 def forward(model, ids, mask, cache, keep=0):
-    """Logits of ids (N, L), or of the last `keep`; mask (N, cached + L) covers the cache too."""
+    """Logits of ids (N, L), or the last `keep`; mask (N, cached + L); positions skip padding."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     return model(ids, attention_mask=mask, position_ids=positions, cache=cache,
                  logits_to_keep=keep).logits
 
 
 def prefill(model, prompt_ids, prompt_mask, num_samples):
-    """Read each prompt once for its completions: cache, mask (N, P), first logits (N, 1, V)."""
+    """Read each prompt once: cache (gradients pass), mask (N, P), next token's logits (N, 1, V)."""
     cache = DynamicCache()
     logits = forward(model, prompt_ids, prompt_mask, cache, keep=1)
     assert cache.get_seq_length() > 0, "needs transformers 5.24"
@@ -139,7 +139,7 @@ def prefill(model, prompt_ids, prompt_mask, num_samples):
 @torch.no_grad()
 def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stops, pad_id,
            greedy=False):
-    """ids, mask (N, T) up to the stop token, drawn from softmax(logits), as they are trained."""
+    """ids, mask (N, T) with the stop token, drawn from softmax(logits), as the loss assumes."""
     cache, seen, logits = prefill(model, prompt_ids, prompt_mask, num_samples)
     ids, running = seen[:, :0], torch.ones_like(seen[:, :1])
     while True:
@@ -155,7 +155,7 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stops, p
 
 
 def token_logprobs(model, prompt_ids, prompt_mask, ids, mask):
-    """Log-probability (N, T) of each completion token, given all before it."""
+    """Log-probability (N, T) of each completion token, from the logits one token earlier."""
     cache, seen, first = prefill(model, prompt_ids, prompt_mask, len(ids) // len(prompt_ids))
     rest = forward(model, ids, torch.cat([seen, mask], 1), cache)
     logits = torch.cat([first, rest[:, :-1]], 1)  # (N, T, V)
@@ -186,7 +186,7 @@ def evaluate(model, tokenizer, problems, config):
 class Config:
     model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="hub name or folder")
     device: str = HfArg(default="", help="cuda, mps or cpu")
-    seed: int = HfArg(default=0, help="of all draws")
+    seed: int = HfArg(default=0, help="random seed")
     save: str = HfArg(default="", help="new folder to save in")
     steps: int = HfArg(default=30, help="rollouts")
     batch_size: int = HfArg(default=16, help="prompts per step (B), up to 80")
@@ -229,7 +229,7 @@ def main(config):
             prompts = encode_prompts(tokenizer, questions, policy.device)
             # The rollout: a completion of each. vLLM would go here.
             ids, mask = sample(policy, *prompts, 1, *limits)
-            # The reward sees no prompt. InstructGPT subtracts the KL here; we add it to the loss.
+            # The rewards, of completions alone. InstructGPT subtracts the KL here, we in the loss.
             texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
             rewards = torch.tensor([*map(reward, texts, answers)], device=policy.device)
             # The update. Distributed training would average the gradients after backward().
@@ -237,7 +237,7 @@ def main(config):
             for epoch in range(config.inner_epochs):
                 logprobs = token_logprobs(policy, *prompts, ids, mask)
                 values = token_values(critic, *prompts, ids, mask)
-                if epoch == 0:  # ratio 1; whitening the advantages would follow here
+                if epoch == 0:  # weights unchanged: ratio 1; whitening would follow
                     old_logprobs = logprobs.detach()
                     advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
                 losses, clipped = clipped_surrogate(logprobs, old_logprobs, advantages, config.clip)
@@ -249,7 +249,7 @@ def main(config):
                     model.parameters(), 1.0, error_if_nonfinite=True) for model in (policy, critic))
                 optimizer.step()
                 optimizer.zero_grad()
-            # The print, of the last inner epoch.
+            # The log. All but reward and length are of the last inner epoch.
             print(f"step {step}/{config.steps}  loss {loss:z.4f}  reward {rewards.mean():.3f}  "
                   f"length {mask.sum() / len(mask):.1f}  grad_norm {norm:.3f}  kl "
                   f"{masked_mean(kl, mask):.4f}  clip {masked_mean(clipped, mask):.3f}  value_loss "
@@ -258,7 +258,7 @@ def main(config):
                 prompt, text = (tokenizer.decode(x[0, m[0] > 0]) for x, m in (prompts, (ids, mask)))
                 print(f"  loss mask 0 {prompt!a}\n  loss mask 1 {text!a} reward {rewards[0]:g}")
                 if not rewards.any():
-                    print("  no reward: first minimal_sft.py --steps 8 --save X, then --model X")
+                    print("  no reward: minimal_sft.py --steps 8 --save X, then this --model X")
     except KeyboardInterrupt:
         print("interrupted")
     finally:
@@ -266,7 +266,7 @@ def main(config):
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         elif folder:
-            folder.rmdir()  # no step: the same command works again
+            folder.rmdir()  # no step: the name is free again
     results += [f"accuracy_after: {evaluate(policy, tokenizer, held_out, config)}"]
     print("---", *results, f"seconds: {time.perf_counter() - started:.0f}", sep="\n")
     if policy.device.type != "cpu":

@@ -3,7 +3,7 @@
     loss = mean over tokens of the answer of  -log p(token | prompt, earlier tokens)
 
 Supervised fine-tuning is the first step of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155). The
-prompt is read and not learned: the mask leaves the answer and its stop token in the loss.
+prompt is read, and only the answer and its stop token are in the loss.
 minimal_dpo.py adds a second, worse answer and a frozen reference.
 
 Run: uv run minimal_sft.py
@@ -40,7 +40,7 @@ def toy_data():
 
 
 def reward(completion, answer):
-    """1.0 if the last closed <answer>...</answer> holds it. A reward model would go here."""
+    """1.0 if the last closed <answer>...</answer> holds `answer`. A reward model would go here."""
     found = re.findall(r"(?s)<answer>((?:(?!<answer>).)*?)</answer>", completion)
     return float(bool(found) and found[-1].strip() == answer != "")
 
@@ -72,7 +72,7 @@ def stop_ids(model, tokenizer):
 
 
 def encode_prompts(tokenizer, questions, device):
-    """prompt_ids, prompt_mask (B, P), padded on the left: chats up to where the answer begins."""
+    """prompt_ids, prompt_mask (B, P), padded on the left: chats up to the completion."""
     encoded = tokenizer.apply_chat_template(
         [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": q}]
          for q in questions], add_generation_prompt=True, padding=True, return_dict=True,
@@ -81,21 +81,21 @@ def encode_prompts(tokenizer, questions, device):
 
 
 def encode_completions(tokenizer, texts, device):
-    """ids, mask (N, T), padded on the right: each text and the EOS that ends it."""
+    """ids, mask (N, T), padded on the right: each text and its EOS have mask 1."""
     encoded = tokenizer([text + tokenizer.eos_token for text in texts], add_special_tokens=False,
                         padding=True, padding_side="right", return_tensors="pt").to(device)
     return encoded.input_ids, encoded.attention_mask
 
 
 def forward(model, ids, mask, cache, keep=0):
-    """Logits of ids (N, L), or of the last `keep`; mask (N, cached + L) covers the cache too."""
+    """Logits of ids (N, L), or the last `keep`; mask (N, cached + L); positions skip padding."""
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     return model(ids, attention_mask=mask, position_ids=positions, cache=cache,
                  logits_to_keep=keep).logits
 
 
 def prefill(model, prompt_ids, prompt_mask, num_samples):
-    """Read each prompt once for its completions: cache, mask (N, P), first logits (N, 1, V)."""
+    """Read each prompt once: cache (gradients pass), mask (N, P), next token's logits (N, 1, V)."""
     cache = DynamicCache()
     logits = forward(model, prompt_ids, prompt_mask, cache, keep=1)
     assert cache.get_seq_length() > 0, "needs transformers 5.24"
@@ -106,7 +106,7 @@ def prefill(model, prompt_ids, prompt_mask, num_samples):
 @torch.no_grad()
 def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stops, pad_id,
            greedy=False):
-    """ids, mask (N, T) up to the stop token, drawn from softmax(logits), as they are trained."""
+    """ids, mask (N, T) with the stop token, drawn from softmax(logits), as the loss assumes."""
     cache, seen, logits = prefill(model, prompt_ids, prompt_mask, num_samples)
     ids, running = seen[:, :0], torch.ones_like(seen[:, :1])
     while True:
@@ -122,7 +122,7 @@ def sample(model, prompt_ids, prompt_mask, num_samples, max_new_tokens, stops, p
 
 
 def token_logprobs(model, prompt_ids, prompt_mask, ids, mask):
-    """Log-probability (N, T) of each completion token, given all before it."""
+    """Log-probability (N, T) of each completion token, from the logits one token earlier."""
     cache, seen, first = prefill(model, prompt_ids, prompt_mask, len(ids) // len(prompt_ids))
     rest = forward(model, ids, torch.cat([seen, mask], 1), cache)
     logits = torch.cat([first, rest[:, :-1]], 1)  # (N, T, V)
@@ -146,11 +146,11 @@ def evaluate(model, tokenizer, problems, config):
 class Config:
     model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="hub name or folder")
     device: str = HfArg(default="", help="cuda, mps or cpu")
-    seed: int = HfArg(default=0, help="of all draws")
+    seed: int = HfArg(default=0, help="random seed")
     save: str = HfArg(default="", help="new folder to save in")
     steps: int = HfArg(default=30, help="updates")
     batch_size: int = HfArg(default=8, help="prompts per step (B), up to 80")
-    max_new_tokens: int = HfArg(default=12, help="longest completion")
+    max_new_tokens: int = HfArg(default=12, help="longest completion in evaluation")
     lr: float = HfArg(default=1e-5, help="AdamW step size")
 
 
@@ -173,7 +173,7 @@ def main(config):
         results += [f"accuracy_before: {evaluate(policy, tokenizer, held_out, config)}"]
         for step in range(1, config.steps + 1):
             step_started = time.perf_counter()
-            # The batch: B questions and their answers.
+            # The batch: B questions and answers, drawn anew in each step.
             questions, answers = zip(*rng.sample(train, config.batch_size))
             texts = [f"<answer>{answer}</answer>" for answer in answers]
             prompts = encode_prompts(tokenizer, questions, policy.device)
@@ -196,7 +196,7 @@ def main(config):
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         elif folder:
-            folder.rmdir()  # no step: the same command works again
+            folder.rmdir()  # no step: the name is free again
     results += [f"accuracy_after: {evaluate(policy, tokenizer, held_out, config)}"]
     print("---", *results, f"seconds: {time.perf_counter() - started:.0f}", sep="\n")
     if policy.device.type != "cpu":
