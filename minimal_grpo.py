@@ -4,9 +4,9 @@
     ratio = p(token) / p_old(token),  A = (r - mean(r)) / std(r) over the G rewards r of a prompt
     KL = exp(d) - 1 - d,  d = log p_ref(token) - log p(token)
 
-Shao et al. 2024 (arXiv:2402.03300), eq. 3 and 4, except the mean: theirs is within each completion
-first, which favours short right answers and long wrong ones. p_old is the policy that sampled, p_ref
-its copy from before training. Unlike minimal_dpo.py, the model samples its answers; a reward scores.
+Shao et al. 2024 (arXiv:2402.03300), eq. 3 and 4, except the mean: theirs is over each completion
+first, which favours short right answers and long wrong ones. p_old is the policy that sampled,
+p_ref its copy from before training. Unlike minimal_dpo.py, the model samples its own answers.
 Run: uv run minimal_grpo.py
 B prompts, G completions per prompt, N = B*G rows, P, T prompt and completion length, V vocabulary
 """
