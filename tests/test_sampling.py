@@ -1,4 +1,4 @@
-"""The sampler and the scoring against plain forward passes, against generate, and at their edges."""
+"""The sampler and the scoring against plain forward passes, generate, and at their edges."""
 
 from types import SimpleNamespace
 
