@@ -58,12 +58,13 @@ SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}
 def gsm8k(config):
     """(question, gold solution, gold number) to train on, to evaluate; val: 500 training rows."""
     try:
-        rows = load_dataset(config.data or "openai/gsm8k", None if config.data else "main")
+        files = {split: f"{config.data}/{split}.jsonl" for split in ("train", "test")}
+        ds = load_dataset(*("json", None, None, files) if config.data else ("openai/gsm8k", "main"))
         train, test = ([(row["question"], *re.sub("<<.*?>>", "", row["answer"]).split("\n#### "))
-                        for row in rows[split]] for split in ("train", "test"))
+                        for row in ds[split]] for split in files)
         problems = {"val": train[-500:], "test": test}[config.split]
     except (OSError, ValueError, KeyError) as error:
-        raise SystemExit(f"error: --data {config.data} --split {config.split}: {error}")
+        raise SystemExit(f"error: --data {config.data} or --split: {error}")
     return train[:-500], problems[: config.eval_size or None]
 
 
@@ -81,8 +82,7 @@ def extract_answer(text):
 
 def reward(completion, answer):
     """1.0 if the number in the box is the gold one, as decimals. A reward model would go here."""
-    number = Decimal(extract_answer(completion) or "nan")
-    return float(number == Decimal(answer.replace(",", "")))
+    return float(Decimal(extract_answer(completion) or "nan") == Decimal(answer.replace(",", "")))
 
 
 # ---- 3. The model --------------------------------------------------------------------------------
@@ -219,11 +219,11 @@ class Config:
     model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="hub name or folder")
     device: str = HfArg(default="", help="cuda, mps or cpu")
     seed: int = HfArg(default=0, help="random seed")
-    save: str = HfArg(default="", help="new folder to save in")
+    save: str = HfArg(default="", help="new folder")
     data: str = HfArg(default="", help="folder of train.jsonl, test.jsonl")
     split: str = HfArg(default="val", help="val or test")
     eval_size: int = HfArg(default=200, help="problems; 0: all")
-    eval_samples: int = HfArg(default=0, help="samples for pass@k")
+    eval_samples: int = HfArg(default=0, help="for pass@k")
     sft_steps: int = HfArg(default=100, help="SFT steps")
     sft_lr: float = HfArg(default=1e-5, help="step size")
     steps: int = HfArg(default=100, help="rollouts")
@@ -232,8 +232,8 @@ class Config:
     max_new_tokens: int = HfArg(default=512, help="longest completion")
     micro_batch: int = HfArg(default=0, help="rows per pass; 0: a group")
     inner_epochs: int = HfArg(default=2, help="updates per rollout")
-    lr: float = HfArg(default=2e-6, help="AdamW step size")
-    clip: float = HfArg(default=0.2, help="bounds of the ratio")
+    lr: float = HfArg(default=2e-6, help="step size")
+    clip: float = HfArg(default=0.2, help="ratio bounds")
     beta: float = HfArg(default=0.04, help="weight of the KL")
     scale_by_std: bool = HfArg(default=True, help="divide A by the std")
 
