@@ -224,13 +224,13 @@ def evaluate(model, tokenizer, problems, config, when):
 # ---- 5. Training ---------------------------------------------------------------------------------
 @dataclass
 class Config:
-    model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="hub name or folder")
+    model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="hub name or path")
     device: str = HfArg(default="", help="cuda, mps or cpu")
     seed: int = HfArg(default=0, help="random seed")
     save: str = HfArg(default="", help="new folder")
     data: str = HfArg(default="", help="folder of train.jsonl, test.jsonl")
     split: str = HfArg(default="val", help="val or test")
-    eval_size: int = HfArg(default=200, help="problems; 0: all")
+    eval_size: int = HfArg(default=200, help="0: all")
     eval_samples: int = HfArg(default=0, help="for pass@k")
     minutes: float = HfArg(default=20.0, help="of training, evaluation and loading not counted")
     batch_size: int = HfArg(default=16, help="prompts per step (B)")

@@ -144,7 +144,7 @@ def evaluate(model, tokenizer, problems, config):
 # ---- 5. Training ---------------------------------------------------------------------------------
 @dataclass
 class Config:
-    model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="hub name or folder")
+    model: str = HfArg(default="Qwen/Qwen2.5-0.5B-Instruct", help="hub name or path")
     device: str = HfArg(default="", help="cuda, mps or cpu")
     seed: int = HfArg(default=0, help="random seed")
     save: str = HfArg(default="", help="new folder to save in")
