@@ -1,4 +1,4 @@
-"""Seconds and memory of one GRPO step, against its floor and against what people would use instead. Not a test.
+"""Seconds and memory of a GRPO step, against its floor and what people would use. Not a test.
 
     uv run python tests/bench.py --model out/sft
     uv run python tests/bench.py --model out/sft --script gsm8k_grpo --new_tokens 128
@@ -6,17 +6,18 @@
     uv run python tests/bench.py --model out/sft --prompts 1 --grid
     uv run python tests/bench.py --model out/sft --memory
 
-The floor of a phase is the model alone, on as many real tokens and in as many calls, without masks or padding: as many
-cached one-token passes for sampling, one forward pass for scoring, one forward and backward pass for the update. Rounds
-are interleaved, and the median of each is printed. With --peers, a whole rollout batch (sampling, reference, two inner
-epochs with an optimizer step each) is compared with TRL's GRPOTrainer and with the loop that tutorials use: one rollout
-at a time, its prompt read anew, every row padded to one fixed length, log-softmax over prompt and completion, and one
-more forward pass for the old log-probabilities.
+The floor of a phase is the model alone, on as many real tokens and in as many calls, without masks
+or padding: as many cached one-token passes for sampling, one forward pass for scoring, one forward
+and backward pass for the update. Rounds are interleaved, and the median of each is printed. With
+--peers, a whole step of minimal_grpo.py (sampling, reference, two inner epochs with an optimizer
+step each) is compared with TRL's GRPOTrainer and with the loop that tutorials use: one rollout at a
+time, its prompt read anew, every row padded to one fixed length, log-softmax over prompt and
+completion, and one more forward pass for the old log-probabilities.
 """
 
 import argparse
 import copy
-import inspect
+import resource
 import statistics
 import subprocess
 import sys
@@ -30,37 +31,40 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Qwen2Co
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="out/sft", help="local folder or hub name")
-    parser.add_argument("--random", action="store_true", help="random weights: only the model's config is used")
     parser.add_argument("--script", default="minimal_grpo", choices=["minimal_grpo", "gsm8k_grpo"])
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--new_tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--full", action="store_true", help="no stop token: all rows at the limit")
     parser.add_argument("--peers", action="store_true")
-    parser.add_argument("--grid", action="store_true", help="seconds as groups and completions grow")
-    parser.add_argument("--memory", action="store_true", help="counted against measured peaks of minimal_grpo.py")
-    parser.add_argument("--one", default="", help=argparse.SUPPRESS)  # a peer, in a process of its own
+    parser.add_argument("--grid", action="store_true", help="as groups and completions grow")
+    parser.add_argument("--memory", action="store_true", help="counted against measured peaks")
+    parser.add_argument("--one", default="", help=argparse.SUPPRESS)  # a peer, in its own process
     return parser.parse_args()
 
 
 def load(args):
+    """Script, model, tokenizer, prompts of different lengths, stop ids."""
     script = SCRIPTS[args.script]
-    if not args.random:
-        return script, *script.load(args.model, args.device)
-    _, tokenizer = script.load(args.model, "cpu")
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model), dtype=torch.float32)
-    device = torch.accelerator.current_accelerator(True) if args.device == "auto" else args.device
-    return script, model.to(device or "cpu").eval(), tokenizer
+    model, tokenizer = script.load(args.model, args.device)
+    questions = [f"{'Ann buys pens. ' * (2 + 3 * i % 7)}How many?" for i in range(args.prompts)]
+    if args.script == "minimal_grpo":
+        questions = [question for question, _ in script.toy_data()[0][: args.prompts]]
+    prompts = script.encode_prompts(tokenizer, questions, model.device)
+    stops = script.stop_ids(model, tokenizer)
+    if args.full:
+        model.generation_config.eos_token_id, stops = None, stops[:0]
+    return script, model, tokenizer, prompts, stops
 
 
-def problem_prompts(script, tokenizer, count):
-    """Questions of different lengths, as in training."""
-    if hasattr(script, "toy_data"):
-        questions = [q for q, _ in script.toy_data()[0][:count]]
-    else:
-        questions = ["Ann buys some pens. " * (2 + 3 * i % 7) + "How many pens has she?" for i in range(count)]
-    return script.pad([script.encode_prompt(tokenizer, q) for q in questions], tokenizer.pad_token_id, "left")
+def peak_gb(device):
+    """Peak memory so far in 10^9 bytes: torch's count on CUDA, else that of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 def clock(device, function):
@@ -74,63 +78,39 @@ def clock(device, function):
     return time.perf_counter() - started
 
 
-def bare(model, ids, cache, **kwargs):
-    """Logits of the model alone, after the cached tokens. The cache has two names, see `forward` in the scripts."""
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    return model(ids, use_cache=True, **{name: cache}, **kwargs).logits
-
-
-def work(args, script, model, tokenizer):
+def work(args, script, model, tokenizer, prompts, stops):
     """A line about the rollout, and of each phase: name, our function, its floor, real tokens."""
-    device, (B, G, T) = model.device, (args.prompts, args.group, args.new_tokens)
-    prompt_ids, prompt_mask = (x.to(device) for x in problem_prompts(script, tokenizer, B))
-    stops = [] if args.random or args.grid else script.stop_ids(model, tokenizer)
+    B, G, T = args.prompts, args.group, args.new_tokens
 
     def sampling():
         torch.manual_seed(0)  # the same rollout every time
-        return script.sample(model, prompt_ids, prompt_mask, G, T, stops, tokenizer.pad_token_id)
+        return script.sample(model, *prompts, G, T, stops, tokenizer.pad_token_id)
 
     ids, mask = sampling()
-    if args.random:  # uniformly drawn lengths
-        lengths = torch.randint(max(1, T // 4), T + 1, (B * G,))
-        mask = (torch.arange(T) < lengths[:, None]).long().to(device)
-    T = ids.shape[1]
-    mean_prompt, mean_completion = round(prompt_mask.sum().item() / B), round(mask.sum().item() / (B * G))
-    advantages = torch.randn(B, G, device=device)
+    T, parts = ids.shape[1], [(*prompts, ids, mask)]
+    if hasattr(script, "micro_batches"):
+        parts = [part for _, part in script.micro_batches(*prompts, ids, mask, 0)]
+    prompt_length, length = round(prompts[1].sum().item() / B), round(mask.sum().item() / (B * G))
 
     @torch.no_grad()
     def sampling_floor():
-        cache = DynamicCache()
-        bare(model, prompt_ids[:, -mean_prompt:], cache, logits_to_keep=1)
+        cache, token = DynamicCache(), ids[:, :1]
+        model(prompts[0][:, -prompt_length:], cache=cache, logits_to_keep=1)
         cache.batch_repeat_interleave(G)
-        token = torch.zeros(B * G, 1, dtype=torch.long, device=device)
         for _ in range(T - 1):
-            bare(model, token, cache)
-
-    def parts():
-        if hasattr(script, "micro_batches"):
-            return [p for p, _ in script.micro_batches(prompt_ids, prompt_mask, ids, mask, advantages, 0, False)]
-        return [(prompt_ids, prompt_mask, ids, mask)]
-
-    def calls(part):
-        """Passes over the completions of a part: as many rectangles, unmasked, are its floor."""
-        return len(list(script.similar_lengths(part[-1])))
+            model(token, cache=cache)
 
     def forward_floor():
-        """The logits of each part, all its calls, to be used before the next part's: ours does so too."""
-        for part in parts():
-            b, rows = len(part[0]), len(part[2])
+        """The logits of each part, to be used before the next part's: ours does so too."""
+        for b, rows in ((len(part[0]), len(part[2])) for part in parts):
             cache = DynamicCache()
-            logits = [bare(model, prompt_ids[:b, :mean_prompt], cache, logits_to_keep=1)]
-            for chunk in torch.arange(rows, device=device).chunk(calls(part)):
-                own = DynamicCache(cache)
-                own.batch_select_indices(chunk * b // rows)
-                logits.append(bare(model, ids[chunk, : mean_completion - 1], own))
-            yield logits
+            first = model(prompts[0][:b, -prompt_length:], cache=cache, logits_to_keep=1).logits
+            cache.batch_repeat_interleave(rows // b)
+            yield first.sum() + model(ids[:rows, :length], cache=cache).logits.sum()
 
     @torch.no_grad()
     def scoring():
-        for part in parts():
+        for part in parts:
             script.token_logprobs(model, *part)
 
     @torch.no_grad()
@@ -139,27 +119,20 @@ def work(args, script, model, tokenizer):
             pass
 
     def update():
-        for part in parts():
-            logprobs = script.token_logprobs(model, *part)
-            surrogate, _ = script.clipped_surrogate(
-                logprobs, logprobs.detach(), torch.ones(len(logprobs), 1).to(device), 0.2
-            )
-            script.masked_mean(surrogate, part[-1]).backward()
+        for part in parts:
+            (script.token_logprobs(model, *part) * part[-1]).sum().backward()
         model.zero_grad()
 
     def update_floor():
-        for logits in forward_floor():
-            sum(part.mean() for part in logits).backward()
+        for total in forward_floor():
+            total.backward()
         model.zero_grad()
 
-    real = prompt_mask.sum().item() + mask.sum().item()
-    done = sum(p[0].numel() for p in parts())
-    for part in parts():
-        lengths = part[-1].sum(1)
-        done += sum((lengths[rows].max() * len(rows)).item() for rows in script.similar_lengths(part[-1]))
+    real = prompts[1].sum().item() + mask.sum().item()
+    padding = 1 - real / sum(part[0].numel() + part[2].numel() for part in parts)
     text = (
-        f"{B} x {G} rows, prompts of {mean_prompt}, completions of {mean_completion} tokens on average, up to {T}; "
-        f"{1 - real / done:.0%} of the scored tokens are padding"
+        f"{B} x {G} rows, prompts of {prompt_length}, completions of {length} tokens on average, "
+        f"up to {T}; {padding:.0%} of the scored tokens are padding"
     )
     return text, (
         ("sampling", sampling, sampling_floor, mask.sum().item()),
@@ -170,50 +143,57 @@ def work(args, script, model, tokenizer):
 
 def phases(args):
     """The table of the three phases: ours, the floor, their ratio."""
-    script, model, tokenizer = load(args)
-    text, rows = work(args, script, model, tokenizer)
+    _, model, *_ = loaded = load(args)
+    text, rows = work(args, *loaded)
     print(f"{args.script}, {args.model}, {model.device}: {text}\n")
     print("| phase | seconds | floor | ratio | tokens per second |\n|---|---|---|---|---|")
     for name, ours, floor, tokens in rows:
         ours(), floor()  # warm up
-        times = [(clock(model.device, ours), clock(model.device, floor)) for _ in range(args.rounds)]
+        both = (ours, floor)
+        times = [[clock(model.device, function) for function in both] for _ in range(args.rounds)]
         a, b = (statistics.median(column) for column in zip(*times))
         ratio = statistics.median(x / y for x, y in times)
         print(f"| {name} | {a:.2f} | {b:.2f} | {ratio:.2f} | {tokens / a:.0f} |", flush=True)
-    print(f"\npeak memory: {script.peak_gb(model.device):.2f} GB")
+    print(f"\npeak memory: {peak_gb(model.device):.2f} GB")
 
 
 def grid(args):
-    """Seconds of sampling, scoring and update as groups and completions grow; every row runs to the limit."""
-    script, model, tokenizer = load(args)
-    print("| completions per prompt | new tokens | sampling | scoring | update |\n|---|---|---|---|---|")
+    """Seconds of the phases as groups and completions grow; every row runs to the limit."""
+    args.full = True
+    _, model, *_ = loaded = load(args)
+    print("| completions per prompt | new tokens | sampling | scoring | update |")
+    print("|---|---|---|---|---|")
     for args.group in (4, 8, 16, 32):
         for args.new_tokens in (16, 64, 256):
-            _, rows = work(args, script, model, tokenizer)
-            seconds = (clock(model.device, ours) for _, ours, _, _ in rows)
-            print(f"| {args.group} | {args.new_tokens} |", *(f"{s:.1f} |" for s in seconds), flush=True)
+            _, rows = work(args, *loaded)
+            seconds = (f"{clock(model.device, ours):.1f} |" for _, ours, _, _ in rows)
+            print(f"| {args.group} | {args.new_tokens} |", *seconds, flush=True)
 
 
-def counted_gb(config, prompts, completions, rows, prompt, trained=1, frozen=1):
-    """Peak of an update in 10^9 bytes, by counting float32 numbers.
+def counted_gb(config, B, G, P, T, trained=1, frozen=1):
+    """Peak of an update in 10^9 bytes: float32 numbers, B prompts of P tokens, B*G rows of T.
 
-    prompts, completions: tokens of a pass, with `rows` completions behind prompts of `prompt` tokens. Counted are
-    weights, gradients and AdamW's two moments of each trained model, the weights of frozen ones, and what the backward
-    pass needs: per token and layer, six hidden states (each of two norms keeps its input, the normalised and the scaled
-    one), queries, outputs, repeated keys and values, four MLP states; per completion token its log-softmax, and two
-    more rows of logits while it runs back; the gradient of the tied embedding a second time. Gradients come as states
-    go, but no allocator gives the room back at once.
+    Counted are weights, gradients and AdamW's two moments of each trained model, the weights of
+    frozen ones, and what the backward pass needs. Per token and layer: six hidden states (each of
+    two norms keeps its input, the normalised and the scaled one), queries, outputs, repeated keys
+    and values, four MLP states; the prompt's keys and values once more per row, repeated. Per
+    completion token three rows of V logits: forward, the model's, the joined ones and their
+    log-softmax; backward, the log-softmax, its gradient and that of the logits. The gradient of the
+    tied embedding a second time.
     """
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()
     h, layers, V = config.hidden_size, config.num_hidden_layers, config.vocab_size
-    q = (getattr(config, "head_dim", None) or h // config.num_attention_heads) * config.num_attention_heads
-    states = layers * ((6 * h + 4 * q + 4 * config.intermediate_size) * (prompts + completions) + 2 * q * rows * prompt)
-    return 4 * ((4 * trained + frozen) * parameters + trained * (states + V * h) + 3 * V * completions) / 1e9
+    heads = config.num_attention_heads
+    q = (getattr(config, "head_dim", None) or h // heads) * heads
+    token = 6 * h + 4 * q + 4 * config.intermediate_size
+    states = layers * (token * B * (P + G * T) + 2 * q * B * G * P)
+    weights = (4 * trained + frozen) * parameters
+    return 4 * (weights + trained * (states + V * h) + 3 * V * B * G * T) / 1e9
 
 
 def qwen_gb():
-    """Counted peaks for Qwen2.5-0.5B: toy prompts of 45 tokens, GSM8K prompts of 150, completions at their limit."""
+    """Counted for Qwen2.5-0.5B: toy prompts of 45 tokens, GSM8K's of 150, full completions."""
     config = Qwen2Config(
         vocab_size=151936,
         hidden_size=896,
@@ -223,145 +203,140 @@ def qwen_gb():
         num_key_value_heads=2,
         tie_word_embeddings=True,
     )
+    table = [
+        ("minimal_sft.py", "", (8, 1, 45, 10), 1, 0),
+        ("minimal_dpo.py", "", (8, 2, 45, 10), 1, 1),
+        ("minimal_grpo.py", "", (8, 4, 45, 12), 1, 1),
+        ("minimal_ppo.py", "", (16, 1, 45, 12), 2, 1),
+        ("minimal_ppo.py", "--batch_size 4", (4, 1, 45, 12), 2, 1),
+    ]
+    for script, frozen in (("gsm8k_grpo.py", 1), ("gsm8k_grpo_autoresearch.py", 0)):
+        for rows in (8, 4, 2, 1):  # gsm8k_sft_grpo.py is as gsm8k_grpo.py
+            table.append((script, f"--micro_batch {rows}", (1, rows, 150, 512), 1, frozen))
     print("\n| script | flags | counted GB |\n|---|---|---|")
-    for script, frozen, B, G, T in (
-        ("minimal_sft.py", 0, 8, 1, 10),
-        ("minimal_dpo.py", 1, 8, 2, 10),
-        ("minimal_grpo.py", 1, 8, 4, 12),
-    ):
-        gb = counted_gb(config, 45 * B, B * G * T, B * G, 45, frozen=frozen)
-        print(f"| {script} | | {gb:.1f} |")
-    for B in (16, 4):
-        gb = counted_gb(config, 45 * B, B * 12, B, 45, trained=2)
-        print(f"| minimal_ppo.py | --batch_size {B} | {gb:.1f} |")
-    for script, frozen in (("gsm8k_grpo.py, gsm8k_sft_grpo.py", 1), ("gsm8k_grpo_autoresearch.py", 0)):
-        for rows in (8, 4, 2, 1):
-            gb = counted_gb(config, 150, rows * 512, rows, 150, frozen=frozen)
-            print(f"| {script} | --micro_batch {rows} | {gb:.1f} |")
+    for script, flags, shape, trained, frozen in table:
+        print(f"| {script} | {flags} | {counted_gb(config, *shape, trained, frozen):.1f} |")
+
+
+def one(args, *flags):
+    """A peer in a process of its own: seconds of two steps, start and peak in GB, P."""
+    command = [sys.executable, __file__, "--model", args.model, *map(str, flags)]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return map(float, output.split("RESULT ")[1].split())
 
 
 def memory(args):
-    """Counted and measured peaks of a rollout batch of minimal_grpo.py, on CPU with random weights."""
+    """Counted and measured peaks of a step of minimal_grpo.py, on CPU."""
     config = AutoConfig.from_pretrained(args.model)
-    print("| prompts | completions | new tokens | counted GB | measured GB | ratio |\n|---|---|---|---|---|---|")
+    print("| prompts | completions | new tokens | counted GB | measured GB | ratio |")
+    print("|---|---|---|---|---|---|")
     for B, G, T in ((4, 8, 24), (4, 8, 64), (2, 8, 128), (4, 8, 128)):
-        shape = ["--prompts", str(B), "--group", str(G), "--new_tokens", str(T)]
-        fixed = ["--model", args.model, "--random", "--device", "cpu", "--one", "ours"]
-        command = [sys.executable, __file__, *fixed, *shape]
-        out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        *_, start, peak, prompt = map(float, out.split("RESULT ")[1].split())
-        counted = start + counted_gb(config, B * prompt, B * G * (T - 1), B * G, prompt)
-        print(f"| {B} | {G} | {T} | {counted:.2f} | {peak:.2f} | {counted / peak:.2f} |", flush=True)
+        shape = "--prompts", B, "--group", G, "--new_tokens", T
+        *_, start, peak, P = one(args, "--one", "ours", "--full", "--device", "cpu", *shape)
+        counted = start + counted_gb(config, B, G, P, T)
+        ratio = counted / peak
+        print(f"| {B} | {G} | {T} | {counted:.2f} | {peak:.2f} | {ratio:.2f} |", flush=True)
     qwen_gb()
 
 
-def ours(args, batches):
-    """Seconds of each rollout batch: sampling, reference, two inner epochs."""
-    script, model, tokenizer = load(args)
+def ours(args, steps):
+    """Seconds of each step: sampling, reference, two inner epochs."""
+    script, model, tokenizer, prompts, stops = load(args)
     reference = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
-    prompts = [x.to(model.device) for x in problem_prompts(script, tokenizer, args.prompts)]
-    stops = [] if args.random else script.stop_ids(model, tokenizer)
     advantages = torch.randn(args.prompts * args.group, 1, device=model.device)
+    limits = args.group, args.new_tokens, stops, tokenizer.pad_token_id
 
-    def batch():
-        ids, mask = script.sample(model, *prompts, args.group, args.new_tokens, stops, tokenizer.pad_token_id)
-        ref = script.token_logprobs(reference, *prompts, ids, mask)
+    def step():
+        ids, mask = script.sample(model, *prompts, *limits)
+        with torch.no_grad():
+            ref = script.token_logprobs(reference, *prompts, ids, mask)
         old = None
         for _ in range(2):
-            logprobs = script.token_logprobs(model, *prompts, ids, mask)
-            old = logprobs.detach() if old is None else old
-            surrogate, _ = script.clipped_surrogate(logprobs, old, advantages, 0.2)
-            loss = script.masked_mean(surrogate + 0.04 * script.kl_to_reference(logprobs, ref), mask)
-            loss.backward()
+            new = script.token_logprobs(model, *prompts, ids, mask)
+            old = new.detach() if old is None else old
+            losses, _ = script.clipped_surrogate(new, old, advantages, 0.2)
+            losses = losses + 0.04 * script.kl_to_reference(new, ref)
+            script.masked_mean(losses, mask).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
 
-    return [clock(model.device, batch) for _ in range(batches)], script.peak_gb(model.device), prompts[0].shape[1]
+    seconds = [clock(model.device, step) for _ in range(steps)]
+    return seconds, peak_gb(model.device), prompts[0].shape[1]
 
 
-def sequential(args, batches):
+def sequential(args, steps):
     """The tutorials' loop on the same work."""
-    script, model, tokenizer = load(args)
+    script, model, tokenizer, (prompt_ids, prompt_mask), stops = load(args)
     reference = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0)
-    prompt_ids, prompt_mask = problem_prompts(script, tokenizer, args.prompts)
-    rows = [ids[real.bool()].to(model.device) for ids, real in zip(prompt_ids, prompt_mask)]
     advantages = torch.randn(args.prompts * args.group, 1, device=model.device)
-    P, T = prompt_ids.shape[1], args.new_tokens
-    stops = None if args.random else script.stop_ids(model, tokenizer)
+    P, T, pad = prompt_ids.shape[1], args.new_tokens, tokenizer.pad_token_id
 
     def logprobs(m, ids, mask):
         everything = m(ids, attention_mask=mask).logits.log_softmax(-1)[:, :-1]
         return everything.gather(-1, ids[:, 1:, None])[:, -T:, 0]
 
-    def batch():
-        done = []
-        for row in rows:
-            for _ in range(args.group):
-                out = model.generate(
-                    row[None],
-                    attention_mask=torch.ones_like(row[None]),
-                    do_sample=True,
-                    top_k=0,
-                    top_p=1.0,
-                    temperature=1.0,
-                    max_new_tokens=T,
-                    eos_token_id=stops,
-                    pad_token_id=tokenizer.pad_token_id,
-                )[0]
-                done.append((P - len(row), out))
-        ids = torch.full((len(done), P + T), tokenizer.pad_token_id, device=model.device)
+    def step():
+        ids = torch.full((args.prompts * args.group, P + T), pad, device=model.device)
         mask = torch.zeros_like(ids)
-        for i, (start, out) in enumerate(done):
+        for i in range(len(ids)):
+            row, real = prompt_ids[i // args.group], prompt_mask[i // args.group].bool()
+            out = model.generate(
+                row[real][None],
+                attention_mask=prompt_mask[i // args.group][real][None],
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=1.0,
+                max_new_tokens=T,
+                eos_token_id=stops.tolist() or None,
+                pad_token_id=pad,
+            )[0]
+            start = P - int(real.sum())
             ids[i, start : start + len(out)] = out
             mask[i, start : start + len(out)] = 1
         with torch.no_grad():
             ref, old = logprobs(reference, ids, mask), logprobs(model, ids, mask)
         for _ in range(2):
             new = logprobs(model, ids, mask)
-            surrogate, _ = script.clipped_surrogate(new, old, advantages, 0.2)
-            loss = script.masked_mean(surrogate + 0.04 * script.kl_to_reference(new, ref), mask[:, -T:])
+            losses, _ = script.clipped_surrogate(new, old, advantages, 0.2)
+            losses = losses + 0.04 * script.kl_to_reference(new, ref)
             optimizer.zero_grad()
-            loss.backward()
+            script.masked_mean(losses, mask[:, -T:]).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
 
-    return [clock(model.device, batch) for _ in range(batches)], script.peak_gb(model.device), P
+    return [clock(model.device, step) for _ in range(steps)], peak_gb(model.device), P
 
 
-def trl(args, batches):
+def trl(args, steps):
     """TRL's GRPOTrainer with its own generation, float32."""
     import datasets
     import transformers
     from trl import GRPOConfig, GRPOTrainer
 
-    script, model, tokenizer = load(args)
-    model.config._name_or_path = args.model
-    if args.random:  # no row stops early, as in the others
-        model.generation_config.eos_token_id = None
+    _, model, tokenizer, (prompt_ids, prompt_mask), _ = load(args)
     tokenizer.padding_side = "left"
-    questions = [q for q, _ in script.toy_data()[0][: args.prompts]]
-    chat = [[{"role": "system", "content": script.SYSTEM}, {"role": "user", "content": q}] for q in questions]
+    texts = [tokenizer.decode(ids[real.bool()]) for ids, real in zip(prompt_ids, prompt_mask)]
     times = []
 
     class Clock(transformers.TrainerCallback):
         def on_step_end(self, *args, **kwargs):
             times.append(time.perf_counter())
 
-    rows = args.prompts * args.group
     config = GRPOConfig(
         output_dir="out/bench_trl",
         use_cpu=model.device.type == "cpu",
         bf16=False,
         report_to=[],
         save_strategy="no",
-        per_device_train_batch_size=rows,
+        per_device_train_batch_size=args.prompts * args.group,
         num_generations=args.group,
         max_completion_length=args.new_tokens,
         num_iterations=2,
-        max_steps=2 * batches,
+        max_steps=2 * steps,
         beta=0.04,
         learning_rate=1e-6,
         loss_type="bnpo",
@@ -373,48 +348,41 @@ def trl(args, batches):
         model=model,
         reward_funcs=lambda completions, **kwargs: torch.randn(len(completions)).tolist(),
         args=config,
-        train_dataset=datasets.Dataset.from_list([{"prompt": c} for c in chat] * (batches + 1)),
+        train_dataset=datasets.Dataset.from_list([{"prompt": x} for x in texts] * (steps + 1)),
         callbacks=[Clock()],
         processing_class=tokenizer,
     )
-    started = time.perf_counter()
+    times.append(time.perf_counter())
     trainer.train()
-    ends = [started, *times[1::2]]
-    return [b - a for a, b in zip(ends, ends[1:])], script.peak_gb(model.device), 0
+    ends = times[::2]  # two updates a rollout
+    return [b - a for a, b in zip(ends, ends[1:])], peak_gb(model.device), 0
 
 
 PEERS = {"ours": ours, "sequential": sequential, "trl": trl}
 
 
 def peers(args):
-    """Each in processes of its own, in turn; the first batch of each process warms up."""
-    seconds, memory = {name: [] for name in PEERS}, {}
+    """Each in processes of its own, in turn; the first step of each process warms up."""
+    seconds, peaks = {name: [] for name in PEERS}, {name: [] for name in PEERS}
     for _ in range(args.rounds):
         for name in PEERS:
-            command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
-            out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            *values, _, peak, _ = map(float, out.split("RESULT ")[1].split())
+            *values, _, peak, _ = one(args, *sys.argv[1:], "--one", name)
             seconds[name] += values[1:]
-            memory[name] = max(peak, memory.get(name, 0))
+            peaks[name].append(peak)
     base = statistics.median(seconds["ours"])
-    print("| scheme | seconds per rollout batch | ratio to ours | peak GB |\n|---|---|---|---|")
+    print("| scheme | seconds per step | ratio to ours | peak GB |\n|---|---|---|---|")
     for name, values in seconds.items():
         median = statistics.median(values)
-        print(f"| {name} | {median:.1f} | {median / base:.2f} | {memory[name]:.2f} |")
+        print(f"| {name} | {median:.1f} | {median / base:.2f} | {max(peaks[name]):.2f} |")
 
 
 if __name__ == "__main__":
     args = arguments()
     if args.one:
         torch.manual_seed(0)
-        start = SCRIPTS[args.script].peak_gb(torch.device("cpu"))
+        start = peak_gb(torch.device("cpu"))
         values, peak, prompt = PEERS[args.one](args, 2)
         print("RESULT", *values, start, peak, prompt)
-    elif args.peers:
-        peers(args)
-    elif args.grid:
-        grid(args)
-    elif args.memory:
-        memory(args)
     else:
-        phases(args)
+        modes = {"peers": peers, "grid": grid, "memory": memory}
+        next((modes[name] for name in modes if getattr(args, name)), phases)(args)

@@ -1,185 +1,68 @@
-"""What happens around the algorithm: a killed process, a full disk, odd tokenizers and consoles."""
+"""What happens around the algorithm: wrong flags, folders in the way, crashes, odd models."""
 
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
+import test_runs
 import torch
-from conftest import NAMES, RL, ROOT, SCRIPTS, flags, having, make_model, make_tokenizer, run
+from conftest import (
+    NAMES,
+    RL,
+    SCRIPTS,
+    flags,
+    having,
+    make_model,
+    make_tokenizer,
+    run,
+    save,
+    steps,
+    summary,
+)
 from safetensors.torch import load_file
-from test_runs import train
+from test_runs import ENDLESS, WEIGHT
 
-KILLED = """
-import os, random, signal, sys, threading, time
-import tqdm
-tqdm.tqdm.set_lock(threading.RLock())  # its own is shared with the children, and one would die with it in hand
-sys.path.insert(0, {tests!r})
-from conftest import SCRIPTS, make_model, make_tokenizer
-import torch
-torch.set_num_threads(1)
-script, rng, target = SCRIPTS["minimal_sft"], random.Random(0), sys.argv[1]
-models = [make_model(seed=seed) for seed in (0, 1)]
-for model, value in zip(models, (0.0, 1.0)):
-    for p in model.parameters():
-        torch.nn.init.constant_(p, value)
-tokenizer = make_tokenizer()
-script.save(models[0], tokenizer, target)
-started = time.perf_counter()
-script.save(models[1], tokenizer, target)
-whole = time.perf_counter() - started
-for trial in range(40):
-    pid = os.fork()
-    if pid == 0:
-        script.save(models[trial % 2], tokenizer, target)
-        os._exit(0)
-    time.sleep(rng.uniform(0, 1.3 * whole))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    found = [f for f in (target, target + ".partial") if os.path.isdir(f)]
-    ok = False
-    for folder in found:
-        try:
-            model, _ = script.load(folder, "cpu")
-        except ValueError:
-            continue
-        ok |= len({{p.unique().item() for p in model.parameters()}}) == 1
-    print("whole" if ok else f"LOST in trial {{trial}}", *sorted(os.path.basename(f) for f in found), flush=True)
-"""
+rewarded = test_runs.rewarded  # the fixture
+
+GROUPS = ["minimal_grpo", *RL[2:]]
+BAD = [(name, "group_size", 1) for name in GROUPS] + [("minimal_dpo", "beta", 0.0)]
+BAD += [(name, "model", value) for name in NAMES for value in ("nobody/no-such-model", ".")]
+BAD += [(name, *case) for name in RL[2:] for case in (("split", "train"), ("data", "nowhere"))]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_while_saving_leaves_one_whole_folder(tmp_path):
-    """SIGKILL at 40 random moments of `save`, the same text in every script."""
-    code = KILLED.format(tests=str(ROOT / "tests"))
-    command = [sys.executable, "-c", code, str(tmp_path / "model")]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("whole", "LOST"))]
-    assert len(lines) == 40 and all(line.startswith("whole") for line in lines), done.stdout + done.stderr
-    assert any("partial" in line for line in lines)  # some kills came in the middle
-
-
-@having("save")
-def test_every_step_of_save_may_be_the_last(script, tmp_path, monkeypatch):
-    """The three moments between which nothing else happens: before the swap, within it, after it."""
-
-    class Kill(BaseException):
-        pass
-
-    def kill(*args, **kwargs):
-        raise Kill
-
-    def value(folder):
-        return load_file(folder / "model.safetensors")["model.norm.weight"].unique().item()
-
-    old, new, tokenizer, target = make_model(), make_model(), make_tokenizer(), tmp_path / "m"
-    torch.nn.init.constant_(old.model.norm.weight, 1.0)
-    torch.nn.init.constant_(new.model.norm.weight, 2.0)
-    for owner, step, kept in ((tokenizer, "save_pretrained", 1.0), (script.shutil, "rmtree", 1.0)):
-        script.save(old, tokenizer, target)
-        with monkeypatch.context() as patch, pytest.raises(Kill):
-            patch.setattr(owner, step, kill)
-            script.save(new, tokenizer, target)
-        assert value(target) == kept
-    with monkeypatch.context() as patch, pytest.raises(Kill):
-        patch.setattr(script.Path, "rename", kill)
-        script.save(new, tokenizer, target)
-    assert not target.exists() and value(tmp_path / "m.partial") == 2.0
-    script.save(new, tokenizer, target)  # the rest of a killed run is in nobody's way
-    assert value(target) == 2.0 and [p.name for p in tmp_path.iterdir()] == ["m"]
-
-
-@pytest.mark.parametrize("name", ["gsm8k_grpo"])  # `save` is the same text in every script
-def test_full_disk_is_one_line_and_leaves_the_older_folder(name, tiny, tmp_path):
-    """No file may grow beyond 50 kB: the weights do not fit."""
-    pytest.importorskip("resource")
-    target = tmp_path / "m"
-    make_model().save_pretrained(target)
-    before = (target / "model.safetensors").read_bytes()
-    limit = "import resource, signal, runpy, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-    limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000)); sys.argv = sys.argv[1:]; "
-    limit += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", limit, str(ROOT / f"{name}.py"), "--model", str(tiny), "--device", "cpu"]
-    command += [*flags(name, steps=1), "--save", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "--save" in done.stderr.strip().splitlines()[-1]
-    assert (target / "model.safetensors").read_bytes() == before
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the administrator may write anywhere")
-@pytest.mark.parametrize("name", NAMES)
-def test_read_only_folder_is_refused_before_training(name, tiny, tmp_path, capsys):
-    (tmp_path / "locked").mkdir(mode=0o555)
-    with pytest.raises(ValueError, match="--save"):
-        train(name, tiny, capsys, save=str(tmp_path / "locked" / "model"))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_folder_that_may_not_be_written_is_refused(name, tiny, tmp_path, capsys, monkeypatch):
-    def refuse(*args, **kwargs):  # as for a user without rights; the tests may run as the administrator
-        raise PermissionError("Permission denied")
-
-    monkeypatch.setattr(SCRIPTS[name].Path, "mkdir", refuse)
-    with pytest.raises(ValueError, match="--save .*Permission denied"):
-        train(name, tiny, capsys, save=str(tmp_path / "model"))
-
-
-@having("check")
-def test_save_is_refused_where_it_cannot_work(script, tmp_path):
-    (tmp_path / "m.partial").write_text("a file")
-    (tmp_path / "file").write_text("another")
-    for bad in (
-        tmp_path / "m",
-        tmp_path / "file",
-        tmp_path / "file" / "m",
-        tmp_path / ("x" * 250),
-        "/dev/null",
-        "a\0b",
-    ):
-        with pytest.raises(ValueError, match="--save"):
-            script.check(script.Config(save=str(bad)))
-    assert (tmp_path / "m.partial").read_text() == "a file"
-
-
-@having("save")
-def test_save_into_the_folder_that_one_is_in_and_through_a_link(script, tmp_path, monkeypatch):
-    here, link = tmp_path / "here", tmp_path / "link"
-    model, tokenizer = make_model(), make_tokenizer()
-    for target in (".", "sub/..", "../link"):
-        script.save(make_model(seed=1), tokenizer, here)
-        link.symlink_to(here)
-        (here / "sub").mkdir()
-        monkeypatch.chdir(here)
-        script.check(script.Config(save=target))
-        script.save(model, tokenizer, target)
-        monkeypatch.chdir(tmp_path)
-        link.unlink()
-        assert [p.name for p in tmp_path.iterdir()] == ["here"]
-        saved = load_file(here / "model.safetensors")["model.embed_tokens.weight"]
-        assert torch.equal(saved, model.model.embed_tokens.weight)
+@pytest.mark.parametrize("name, flag, value", BAD)
+def test_wrong_value_ends_in_one_line_before_any_training(
+    name, flag, value, tiny, train, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(SCRIPTS[name], "evaluate", lambda *_: pytest.fail("too late"))
+    with pytest.raises(SystemExit, match=rf"^error: (--data .*)?--{flag}\b.*$"):
+        train(name, tiny, **{flag: value}, save=str(tmp_path / "kept"))
+    assert not steps(capsys.readouterr().out) and not (tmp_path / "kept").exists()
 
 
 @pytest.mark.parametrize(
-    "stop", [torch.OutOfMemoryError("out of memory"), KeyboardInterrupt()], ids=["error", "ctrl-c"]
+    "name, wrong, begins",
+    [
+        ("minimal_dpo", [], "error: --model Qwen/"),  # no network, an empty cache
+        ("gsm8k_grpo", [], "error: --data "),
+        ("minimal_sft", ["--model", "TINY", "--save", "."], "error: --save ."),
+    ],
+    ids=["model", "data", "save"],
 )
+def test_wrong_value_in_a_process_of_its_own(name, wrong, begins, tiny, tmp_path):
+    """In one script each: the entry point is the same text in all."""
+    wrong = [str(tiny) if part == "TINY" else part for part in wrong]
+    done = run(name, *wrong, folder=tmp_path, check=False, HF_HOME=str(tmp_path / "home"))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    *_, last = done.stderr.strip().splitlines()
+    assert last.startswith(begins) and done.stderr.count("error: ") == 1
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_what_has_not_trained_a_step_leaves_an_older_model_alone(name, stop, tiny, tmp_path, capsys, monkeypatch):
-    target = tmp_path / "m"
-    make_model(seed=1).save_pretrained(target)
-    before = (target / "model.safetensors").read_bytes()
-
-    def interrupt(*args, **kwargs):
-        raise stop
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", interrupt)
-    if isinstance(stop, KeyboardInterrupt):
-        assert "interrupted" in train(name, tiny, capsys, save=str(target))
-    else:
-        with pytest.raises(RuntimeError, match="out of memory"):
-            train(name, tiny, capsys, save=str(target))
-    assert (target / "model.safetensors").read_bytes() == before
+def test_programming_error_keeps_its_traceback(name, tiny, train, monkeypatch):
+    monkeypatch.setattr(SCRIPTS[name], "encode_prompts", lambda *_: [][0])
+    with pytest.raises(IndexError):
+        train(name, tiny)
 
 
 @having("load")
@@ -192,46 +75,181 @@ def test_cached_model_loads_without_a_network(script, tiny, tmp_path, monkeypatc
     shutil.copytree(tiny, cached / "snapshots" / ("0" * 40))
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0" * 40)
-    model, tokenizer = script.load("somebody/tiny", "cpu")
-    assert torch.equal(model.model.embed_tokens.weight, make_model().model.embed_tokens.weight)
-    with pytest.raises(ValueError, match="--model somebody/other"):
+    model, _ = script.load("somebody/tiny", "cpu")
+    assert torch.equal(model.state_dict()[WEIGHT], make_model().state_dict()[WEIGHT])
+    with pytest.raises(SystemExit, match="^error: --model somebody/other.* folder.*$"):
         script.load("somebody/other", "cpu")
 
 
-@having("load")
-def test_model_and_tokenizer_that_do_not_fit_are_refused_by_load(script, tmp_path):
-    refusing = "{{ raise_exception('System role not supported') }}"
-    for i, (vocab, tokenizer) in enumerate(
-        [(260, make_tokenizer(refusing)), (200, make_tokenizer()), (260, make_tokenizer(pad=None, eos=None))]
-    ):
-        make_model(vocab=vocab).save_pretrained(tmp_path / str(i))
-        tokenizer.save_pretrained(tmp_path / str(i))
-        with pytest.raises(ValueError, match="--model"):
-            script.load(str(tmp_path / str(i)), "cpu")
+# ---- --save takes a new folder -------------------------------------------------------------------
+@having("make_folder")
+def test_save_takes_a_new_folder_and_nothing_else(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("a file")
+    refused = ["empty", "empty/", "file", "file/m", ".", "..", "/dev/null", "/dev/null/x"]
+    for name in [*refused, "x" * 300, str(tmp_path / "empty")]:
+        with pytest.raises(SystemExit) as caught:
+            script.make_folder(name)
+        assert str(caught.value).startswith(f"error: --save {name}: ")
+        assert "new folder" in str(caught.value) and "\n" not in str(caught.value)
+    assert sorted(os.listdir()) == ["empty", "file"] and not os.listdir("empty")
+    made = script.make_folder("new/er/folder")
+    assert made.is_dir() and os.path.isdir("new/er/folder")
+
+
+@having("make_folder")
+def test_save_knows_the_home_folder(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for variable in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(variable, str(tmp_path / "home"))
+    assert script.make_folder("~/x") == tmp_path / "home" / "x"
+    assert os.listdir() == ["home"] and (tmp_path / "home" / "x").is_dir()
+
+
+@pytest.mark.skipif(getattr(os, "geteuid", int)() == 0, reason="root may write anywhere")
+@having("make_folder")
+def test_save_in_a_read_only_folder(script, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o555)
+    with pytest.raises(SystemExit, match="^error: --save .*Permission denied.*$"):
+        script.make_folder(str(tmp_path / "locked" / "m"))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_model_with_more_ids_than_its_tokenizer(name, tmp_path, capsys):
-    """Output layers are often padded to a round size: ids 260 to 319 have no text, and can be sampled."""
-    make_model(vocab=320, spread=0.01).save_pretrained(tmp_path / "m")
-    make_tokenizer().save_pretrained(tmp_path / "m")
-    assert "---" in train(name, tmp_path / "m", capsys)
+def test_save_touches_nothing_in_an_older_folder(name, tiny, train, tmp_path, monkeypatch):
+    monkeypatch.setattr(SCRIPTS[name], "evaluate", lambda *_: pytest.fail("too late"))
+    (tmp_path / "m" / ".git").mkdir(parents=True)
+    held = {"a.safetensors": "weights", "notes.md": "years of work", ".git/HEAD": "ref"}
+    for file, text in held.items():
+        (tmp_path / "m" / file).write_text(text)
+    with pytest.raises(SystemExit, match="^error: --save .*$"):
+        train(name, tiny, save=str(tmp_path / "m"))
+    assert {file: (tmp_path / "m" / file).read_text() for file in held} == held
+    assert sorted(os.listdir(tmp_path / "m")) == [".git", "a.safetensors", "notes.md"]
+
+
+@pytest.fixture
+def break_gradient(monkeypatch):
+    """break_gradient(n): the gradient of the n-th call of clip_grad_norm_ is not finite."""
+
+    def of(n):
+        calls, clip = [], torch.nn.utils.clip_grad_norm_
+
+        def infinite(parameters, *args, **kwargs):
+            parameters = [*parameters]
+            calls.append(1)
+            if len(calls) == n:
+                parameters[0].grad.fill_(torch.inf)
+            return clip(parameters, *args, **kwargs)
+
+        monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", infinite)
+
+    return of
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_that_is_not_finite_ends_the_training_and_the_weights_are_saved(
+    name, tiny, train, tmp_path, rewarded, break_gradient
+):
+    """In an RL script's second step, in gsm8k_sft_grpo's first after the warm-up."""
+    break_gradient(3)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        train(name, tiny, **ENDLESS[name], save=str(tmp_path / "kept"))
+    start, kept = (load_file(f / "model.safetensors") for f in (tiny, tmp_path / "kept"))
+    assert all(x.isfinite().all() for x in kept.values())
+    assert not torch.equal(kept[WEIGHT], start[WEIGHT])
+    SCRIPTS[name].load(str(tmp_path / "kept"), "cpu")
+
+
+@pytest.mark.parametrize("name, call", [*((name, 1) for name in NAMES), ("minimal_ppo", 2)])
+def test_crash_before_the_first_update_leaves_no_folder_and_the_command_works_again(
+    name, call, tiny, train, tmp_path, rewarded, break_gradient, monkeypatch
+):
+    clip, knobs = torch.nn.utils.clip_grad_norm_, {"save": str(tmp_path / "m")}
+    break_gradient(call)  # PPO's second call is the critic's
+    with pytest.raises(RuntimeError, match="non-finite"):
+        train(name, tiny, **knobs)
+    assert not (tmp_path / "m").exists()
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+    train(name, tiny, **knobs)
+    assert (tmp_path / "m" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("stop", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", NAMES[:-1])  # autoresearch evaluates after the training alone
+def test_failure_in_the_first_evaluation_leaves_no_folder(
+    name, stop, tiny, train, tmp_path, monkeypatch
+):
+    script, calls, evaluate = SCRIPTS[name], [], SCRIPTS[name].evaluate
+
+    def fail_once(*args):
+        calls.append(os.listdir(tmp_path))
+        if len(calls) == 1:
+            raise stop
+        return evaluate(*args)
+
+    monkeypatch.setattr(script, "evaluate", fail_once)
+    if stop is KeyboardInterrupt:
+        out = train(name, tiny, save=str(tmp_path / "m"))
+        assert "interrupted" in out and "accuracy_after" in summary(out) and not steps(out)
+    else:
+        with pytest.raises(MemoryError):
+            train(name, tiny, save=str(tmp_path / "m"))
+    assert calls[0] == ["m"] and not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("stop", [MemoryError, KeyboardInterrupt])
+def test_the_warm_up_is_saved_when_grpo_does_not_take_a_step(
+    stop, tiny, train, tmp_path, monkeypatch
+):
+    def fail(*_):
+        raise stop
+
+    monkeypatch.setattr(SCRIPTS["gsm8k_sft_grpo"], "group_advantages", fail)
+    if stop is KeyboardInterrupt:
+        assert "accuracy_after" in train("gsm8k_sft_grpo", tiny, save=str(tmp_path / "m"))
+    else:
+        with pytest.raises(MemoryError):
+            train("gsm8k_sft_grpo", tiny, save=str(tmp_path / "m"))
+    start, kept = (load_file(f / "model.safetensors") for f in (tiny, tmp_path / "m"))
+    assert not torch.equal(kept[WEIGHT], start[WEIGHT])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_is_saved_before_the_last_evaluation(
+    name, tiny, train, tmp_path, rewarded, monkeypatch
+):
+    script, evaluate = SCRIPTS[name], SCRIPTS[name].evaluate
+
+    def fail_last(*args):
+        if (tmp_path / "m" / "model.safetensors").exists():
+            raise MemoryError
+        return evaluate(*args)
+
+    monkeypatch.setattr(script, "evaluate", fail_last)
+    with pytest.raises(MemoryError):
+        train(name, tiny, save=str(tmp_path / "m"))
+    script.load(str(tmp_path / "m"), "cpu")
+
+
+# ---- odd models and consoles ---------------------------------------------------------------------
+@pytest.mark.parametrize("name", RL)
+def test_model_with_more_ids_than_its_tokenizer(name, train, tmp_path):
+    """Heads are often padded to a round size: ids 260 to 319 can be sampled and have no text."""
+    assert "---" in train(name, save(tmp_path / "m", make_model(vocab=320, spread=0.01)))
 
 
 @pytest.mark.parametrize("name", RL)
-def test_tokenizer_with_bos_and_without_pad(name, tmp_path, capsys):
-    make_model().save_pretrained(tmp_path / "m")
-    make_tokenizer(pad=None, bos="<|end|>").save_pretrained(tmp_path / "m")
-    assert "---" in train(name, tmp_path / "m", capsys)
+def test_tokenizer_with_bos_and_without_pad(name, train, tmp_path):
+    folder = save(tmp_path / "m", tokenizer=make_tokenizer(pad=None, bos="<|end|>"))
+    assert "---" in train(name, folder)
 
 
-def test_console_of_windows_and_an_emoji(tiny, tmp_path):
-    """cp1252 has neither the emoji of the question nor the replacement character of a broken byte sequence."""
-    rows = tmp_path / "rows"
-    rows.mkdir()
+def test_console_that_knows_few_characters(tiny, tmp_path):
+    """cp1252 has neither the emoji of the question nor the mark of a broken byte sequence."""
     row = '{"question": "Ann \\ud83d\\ude00 has 1 pen. How many?", "answer": "\\u4e00\\n#### 1"}\n'
-    (rows / "train.jsonl").write_text(row * 510)
-    (rows / "test.jsonl").write_text(row)
-    few = flags("gsm8k_sft_grpo", data=rows, steps=5, sft_steps=1)
+    (tmp_path / "train.jsonl").write_text(row * 510)
+    (tmp_path / "test.jsonl").write_text(row)
+    few = flags("gsm8k_sft_grpo", data=tmp_path, steps=1)
     done = run("gsm8k_sft_grpo", "--model", tiny, *few, PYTHONIOENCODING="cp1252")
-    assert "\\U0001f600" in done.stdout or "\\xf0" in done.stdout or "\\ufffd" in done.stdout
+    assert "\\U0001f600" in done.stdout and "accuracy_after" in summary(done.stdout)

@@ -104,6 +104,15 @@ def test_extracted_answer_is_the_plain_number(script):
 
 
 @scripts
+def test_a_long_completion_costs_no_time(script):
+    parts = [r"\boxed{", "{}", "1", "1,111", "- ", "/ ", ",", " ", r"\text{", "}"]
+    started = time.process_time()
+    for part in parts:
+        assert script.reward(r"\boxed{-1" + part * (5000 // len(part)), "12") == 0
+    assert time.process_time() - started < 1
+
+
+@scripts
 def test_only_the_completion_is_rewarded(script, monkeypatch):
     texts, prompt = [], r"Say \boxed{42}. He buys 8"
     stop = torch.tensor([[257]]), torch.tensor([[1]])
