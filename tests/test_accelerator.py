@@ -8,7 +8,7 @@ from conftest import CLIPPED, NAMES, SCRIPTS, make_model, steps, summary
 from test_runs import METRICS, metrics
 
 pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
-DEVICE = str(torch.accelerator.current_accelerator(True) or "cpu")
+DEVICE = getattr(torch.accelerator.current_accelerator(True), "type", "cpu")
 VOCABULARY = 151_936  # Qwen2.5's
 SUMS = [f"What is {a} + {a + 1}{'?' * a}" for a in range(8)]  # prompts of different lengths
 
@@ -33,7 +33,7 @@ def test_two_steps_end_to_end(name, tiny, train, monkeypatch):
     shown = [metrics(line) for line in steps(output)]
     assert len(shown) >= 2 and list(shown[-1]) == METRICS[name]
     assert shown[0]["loss"] == pytest.approx(0.6931, abs=1e-4) or name != "minimal_dpo"
-    assert shown[-2]["kl"] == 0 or name not in CLIPPED
+    assert shown[-2].get("kl", 0) == 0
     assert re.match(r"\d+\.\d\d$", summary(output)["peak_gb"]) and asked == [torch.device(device)]
 
 
