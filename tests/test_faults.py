@@ -20,7 +20,7 @@ from conftest import (
     summary,
 )
 from safetensors.torch import load_file
-from test_runs import ENDLESS, WEIGHT
+from test_runs import LONG, WEIGHT
 
 rewarded = test_runs.rewarded  # the fixture
 
@@ -154,7 +154,7 @@ def test_gradient_that_is_not_finite_ends_the_training_and_the_weights_are_saved
     """In an RL script's second step, in gsm8k_sft_grpo's first after the warm-up."""
     break_gradient(3)
     with pytest.raises(RuntimeError, match="non-finite"):
-        train(name, tiny, **ENDLESS[name], save=str(tmp_path / "kept"))
+        train(name, tiny, **LONG[name], save=str(tmp_path / "kept"))
     start, kept = (load_file(f / "model.safetensors") for f in (tiny, tmp_path / "kept"))
     assert all(x.isfinite().all() for x in kept.values())
     assert not torch.equal(kept[WEIGHT], start[WEIGHT])

@@ -58,8 +58,8 @@ COUNTS["minimal_dpo"] = ["accuracy_before", "accuracy_after", "pair_accuracy"]
 COUNTS["gsm8k_sft_grpo"] = ["accuracy_before", "accuracy_sft", "accuracy_after"]
 COUNTS["gsm8k_grpo_autoresearch"] = ["val_acc"]
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
-ENDLESS = {name: {"steps": 100_000} for name in NAMES}
-ENDLESS["gsm8k_grpo_autoresearch"] = {"minutes": 1e6}
+LONG = {name: {"steps": 30} for name in NAMES}  # until something ends it
+LONG["gsm8k_grpo_autoresearch"] = {"minutes": 1.0}
 
 
 def metrics(line):
@@ -398,7 +398,7 @@ def test_ctrl_c_stops_training_then_saves_and_evaluates(
         return clip(*args, **kwargs)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", press)
-    out = train(name, tiny, **ENDLESS[name], save=str(tmp_path / "kept"))
+    out = train(name, tiny, **LONG[name], save=str(tmp_path / "kept"))
     result, last = summary(out), COUNTS[name][0].replace("before", "after")
     assert "interrupted" in out and 1 <= len(steps(out)) <= 5 and FRACTION.match(result[last])
     start, kept = (load_file(f / "model.safetensors") for f in (tiny, tmp_path / "kept"))
