@@ -22,7 +22,7 @@ from conftest import (
 from safetensors.torch import load_file
 from test_runs import LONG, WEIGHT
 
-rewarded = test_runs.rewarded  # the fixture
+rewarded, interrupted = test_runs.rewarded, test_runs.interrupted  # fixtures
 
 GROUPS = ["minimal_grpo", *RL[2:]]
 BAD = [(name, "group_size", 1) for name in GROUPS] + [("minimal_dpo", "beta", 0.0)]
@@ -60,7 +60,13 @@ def test_wrong_value_in_a_process_of_its_own(name, wrong, begins, tiny, tmp_path
 
 @pytest.mark.parametrize("name", NAMES)
 def test_programming_error_keeps_its_traceback(name, tiny, train, monkeypatch):
-    monkeypatch.setattr(SCRIPTS[name], "encode_prompts", lambda *_: [][0])
+    script, calls, encode_prompts = SCRIPTS[name], [], SCRIPTS[name].encode_prompts
+
+    def fail_once(*args):
+        calls.append(1)
+        return [][0] if len(calls) == 1 else encode_prompts(*args)
+
+    monkeypatch.setattr(script, "encode_prompts", fail_once)
     with pytest.raises(IndexError):
         train(name, tiny)
 
@@ -161,12 +167,12 @@ def test_gradient_that_is_not_finite_ends_the_training_and_the_weights_are_saved
     SCRIPTS[name].load(str(tmp_path / "kept"), "cpu")
 
 
-@pytest.mark.parametrize("name, call", [*((name, 1) for name in NAMES), ("minimal_ppo", 2)])
+@pytest.mark.parametrize("name", NAMES)
 def test_crash_before_the_first_update_leaves_no_folder_and_the_command_works_again(
-    name, call, tiny, train, tmp_path, rewarded, break_gradient, monkeypatch
+    name, tiny, train, tmp_path, rewarded, break_gradient, monkeypatch
 ):
     clip, knobs = torch.nn.utils.clip_grad_norm_, {"save": str(tmp_path / "m")}
-    break_gradient(call)  # PPO's second call is the critic's
+    break_gradient(1)
     with pytest.raises(RuntimeError, match="non-finite"):
         train(name, tiny, **knobs)
     assert not (tmp_path / "m").exists()
@@ -175,10 +181,24 @@ def test_crash_before_the_first_update_leaves_no_folder_and_the_command_works_ag
     assert (tmp_path / "m" / "model.safetensors").exists()
 
 
+def test_critic_gradient_that_is_not_finite_ends_the_training(tiny, train, tmp_path, monkeypatch):
+    script, token_values = SCRIPTS["minimal_ppo"], SCRIPTS["minimal_ppo"].token_values
+
+    def broken(*args):
+        values = token_values(*args)
+        values.register_hook(lambda gradient: gradient * torch.inf)
+        return values
+
+    monkeypatch.setattr(script, "token_values", broken)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        train("minimal_ppo", tiny, save=str(tmp_path / "m"))
+    assert not (tmp_path / "m").exists()
+
+
 @pytest.mark.parametrize("stop", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("name", NAMES[:-1])  # autoresearch evaluates after the training alone
 def test_failure_in_the_first_evaluation_leaves_no_folder(
-    name, stop, tiny, train, tmp_path, monkeypatch
+    name, stop, tiny, train, interrupted, tmp_path, monkeypatch
 ):
     script, calls, evaluate = SCRIPTS[name], [], SCRIPTS[name].evaluate
 
@@ -190,7 +210,7 @@ def test_failure_in_the_first_evaluation_leaves_no_folder(
 
     monkeypatch.setattr(script, "evaluate", fail_once)
     if stop is KeyboardInterrupt:
-        out = train(name, tiny, save=str(tmp_path / "m"))
+        out = interrupted(name, tiny, save=str(tmp_path / "m"))
         assert "interrupted" in out and "accuracy_after" in summary(out) and not steps(out)
     else:
         with pytest.raises(MemoryError):
@@ -200,14 +220,15 @@ def test_failure_in_the_first_evaluation_leaves_no_folder(
 
 @pytest.mark.parametrize("stop", [MemoryError, KeyboardInterrupt])
 def test_the_warm_up_is_saved_when_grpo_does_not_take_a_step(
-    stop, tiny, train, tmp_path, monkeypatch
+    stop, tiny, train, interrupted, tmp_path, monkeypatch
 ):
     def fail(*_):
         raise stop
 
     monkeypatch.setattr(SCRIPTS["gsm8k_sft_grpo"], "group_advantages", fail)
     if stop is KeyboardInterrupt:
-        assert "accuracy_after" in train("gsm8k_sft_grpo", tiny, save=str(tmp_path / "m"))
+        out = interrupted("gsm8k_sft_grpo", tiny, save=str(tmp_path / "m"))
+        assert "interrupted" in out and "accuracy_after" in out
     else:
         with pytest.raises(MemoryError):
             train("gsm8k_sft_grpo", tiny, save=str(tmp_path / "m"))

@@ -386,9 +386,22 @@ def sigint():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture
+def interrupted(train):
+    """train, where a Ctrl-C that comes out of main fails the test instead of ending all tests."""
+
+    def of(*args, **knobs):
+        try:
+            return train(*args, **knobs)
+        except KeyboardInterrupt:
+            pytest.fail("Ctrl-C came out of main")
+
+    return of
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_ctrl_c_stops_training_then_saves_and_evaluates(
-    name, tiny, train, tmp_path, rewarded, updates, monkeypatch, sigint
+    name, tiny, interrupted, tmp_path, rewarded, updates, monkeypatch, sigint
 ):
     clip = torch.nn.utils.clip_grad_norm_
 
@@ -398,7 +411,7 @@ def test_ctrl_c_stops_training_then_saves_and_evaluates(
         return clip(*args, **kwargs)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", press)
-    out = train(name, tiny, **LONG[name], save=str(tmp_path / "kept"))
+    out = interrupted(name, tiny, **LONG[name], save=str(tmp_path / "kept"))
     result, last = summary(out), COUNTS[name][0].replace("before", "after")
     assert "interrupted" in out and 1 <= len(steps(out)) <= 5 and FRACTION.match(result[last])
     start, kept = (load_file(f / "model.safetensors") for f in (tiny, tmp_path / "kept"))
@@ -406,7 +419,7 @@ def test_ctrl_c_stops_training_then_saves_and_evaluates(
 
 
 def test_ctrl_c_in_the_warm_up_ends_the_training_as_well(
-    tiny, train, tmp_path, updates, monkeypatch, sigint
+    tiny, interrupted, tmp_path, updates, monkeypatch, sigint
 ):
     """The first step of the warm-up is kept."""
     clip = torch.nn.utils.clip_grad_norm_
@@ -417,7 +430,7 @@ def test_ctrl_c_in_the_warm_up_ends_the_training_as_well(
         return clip(*args, **kwargs)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", press)
-    out = train("gsm8k_sft_grpo", tiny, sft_steps=9, save=str(tmp_path / "kept"))
+    out = interrupted("gsm8k_sft_grpo", tiny, sft_steps=9, save=str(tmp_path / "kept"))
     assert "interrupted" in out and len(steps(out)) == 1
     found = [key for key in summary(out) if "accuracy" in key]
     assert found == ["accuracy_before", "accuracy_after"]
