@@ -299,7 +299,7 @@ def main(config):
     except KeyboardInterrupt:
         print("interrupted")
     finally:
-        if folder and optimizer.state:
+        if folder and step:
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         elif folder:
