@@ -2,7 +2,7 @@
 
     loss = mean over tokens of [-min(ratio * A, clamp(ratio, 1 - clip, 1 + clip) * A) + beta * KL]
     ratio = p(token) / p_old(token),  A = (r - mean(r)) / std(r) over the G rewards r of a prompt
-    KL = exp(d) - 1 - d,  d = log p_ref(token) - log p(token)
+    KL = ratio * (exp(d) - 1 - d),  d = log p_ref(token) - log p(token)
 
 Shao et al. 2024 (arXiv:2402.03300) on the problems of Cobbe et al. 2021 (arXiv:2110.14168). New are
 the data, a reward that reads a number, an evaluation with error bars, and micro-batches. With
@@ -50,7 +50,7 @@ def kl_to_reference(logprobs, ref_logprobs):
 
 
 # ---- 2. The task ---------------------------------------------------------------------------------
-SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
+INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 
 
 def gsm8k(config):
@@ -96,7 +96,7 @@ def load(name, device):
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: --model {name}, hub name or folder: {str(error).splitlines()[0]}")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    plain = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    plain = "{{ bos_token }}{{ messages[0].content }}\n"
     tokenizer.chat_template = tokenizer.chat_template or plain
     print(Path(__file__).name, name, f"{model.num_parameters():,} parameters", device, model.dtype)
     return model.to(device), tokenizer
@@ -112,9 +112,9 @@ def stop_ids(model, tokenizer):
 def encode_prompts(tokenizer, questions, device):
     """prompt_ids, prompt_mask (B, P), padded on the left: chats up to the completion."""
     encoded = tokenizer.apply_chat_template(
-        [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": q}]
-         for q in questions], add_generation_prompt=True, padding=True, return_dict=True,
-        return_tensors="pt", tokenizer_kwargs={"padding_side": "left"}).to(device)
+        [[{"role": "user", "content": f"{INSTRUCTION}\n{q}"}] for q in questions],
+        add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt",
+        tokenizer_kwargs={"padding_side": "left"}).to(device)
     return encoded.input_ids, encoded.attention_mask
 
 
@@ -275,7 +275,7 @@ def main(config):
                     logprobs = token_logprobs(policy, *part)
                     old = old_logprobs.setdefault(i, logprobs.detach())
                     losses, clipped = clipped_surrogate(logprobs, old, advantages[idx], config.clip)
-                    kl = kl_to_reference(logprobs, ref_logprobs[i])
+                    kl = (logprobs - old).exp() * kl_to_reference(logprobs, ref_logprobs[i])
                     terms = torch.stack([losses + config.beta * kl, kl, clipped]) * part[-1]
                     # By the tokens of the whole batch, so that the parts add up to its mean.
                     means = terms.sum((1, 2)) / mask.sum()

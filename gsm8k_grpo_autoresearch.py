@@ -15,11 +15,11 @@ PROTOCOL for an agent that improves this file by experiments, alone, as in karpa
 The goal is the highest val_acc after 20 minutes of training on a machine that does nothing else.
 RUN is `uv run gsm8k_grpo_autoresearch.py` with the --model, --data and --device you were given.
 Edit this file alone; a new setting becomes a default in Config.
-Frozen: data, split and --eval_size; SYSTEM, the prompts, `extract_answer`, `reward`, `evaluate` and
-all that it calls, in float32, with batch_size, group_size and max_new_tokens as they are now (to
-train with others, give it dataclasses.replace(config, ...)); --minutes; the starting model; the
-packages; the lines after `---`. Only training rows are trained on, and only val_acc decides: no
-validation problem, no test row, no other data, no file of an earlier run.
+Frozen: data, split and --eval_size; prompts, `extract_answer`, `reward`, `evaluate` and all that it
+calls, in float32, with batch_size, group_size and max_new_tokens as they are now (to train with
+others, give it dataclasses.replace(config, ...)); --minutes; the starting model; the packages; the
+lines after `---`. Only training rows are trained on, and only val_acc decides: no validation
+problem, no test row, no other data, no file of an earlier run.
 Free: the rest. Loss, baseline, sampling in training, batch and group size, optimizer, schedule,
 precision, speed.
 
@@ -67,7 +67,7 @@ def group_advantages(rewards, scale_by_std=True):
 
 
 # ---- 2. The task ---------------------------------------------------------------------------------
-SYSTEM = r"Please reason step by step, and put your final answer within \boxed{}."
+INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 
 
 def gsm8k(config):
@@ -113,7 +113,7 @@ def load(name, device):
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: --model {name}, hub name or folder: {str(error).splitlines()[0]}")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    plain = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    plain = "{{ bos_token }}{{ messages[0].content }}\n"
     tokenizer.chat_template = tokenizer.chat_template or plain
     print(Path(__file__).name, name, f"{model.num_parameters():,} parameters", device, model.dtype)
     return model.to(device), tokenizer
@@ -129,9 +129,9 @@ def stop_ids(model, tokenizer):
 def encode_prompts(tokenizer, questions, device):
     """prompt_ids, prompt_mask (B, P), padded on the left: chats up to the completion."""
     encoded = tokenizer.apply_chat_template(
-        [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": q}]
-         for q in questions], add_generation_prompt=True, padding=True, return_dict=True,
-        return_tensors="pt", tokenizer_kwargs={"padding_side": "left"}).to(device)
+        [[{"role": "user", "content": f"{INSTRUCTION}\n{q}"}] for q in questions],
+        add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt",
+        tokenizer_kwargs={"padding_side": "left"}).to(device)
     return encoded.input_ids, encoded.attention_mask
 
 

@@ -30,7 +30,7 @@ def dpo_loss(policy_chosen, policy_rejected, ref_chosen, ref_rejected, beta):
 
 
 # ---- 2. The task ---------------------------------------------------------------------------------
-SYSTEM = "Reply with <answer>sum</answer>."
+INSTRUCTION = "Answer inside <answer></answer> tags."
 
 
 def toy_data():
@@ -59,7 +59,7 @@ def load(name, device):
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: --model {name}, hub name or folder: {str(error).splitlines()[0]}")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    plain = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    plain = "{{ bos_token }}{{ messages[0].content }}\n"
     tokenizer.chat_template = tokenizer.chat_template or plain
     print(Path(__file__).name, name, f"{model.num_parameters():,} parameters", device, model.dtype)
     return model.to(device), tokenizer
@@ -75,9 +75,9 @@ def stop_ids(model, tokenizer):
 def encode_prompts(tokenizer, questions, device):
     """prompt_ids, prompt_mask (B, P), padded on the left: chats up to the completion."""
     encoded = tokenizer.apply_chat_template(
-        [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": q}]
-         for q in questions], add_generation_prompt=True, padding=True, return_dict=True,
-        return_tensors="pt", tokenizer_kwargs={"padding_side": "left"}).to(device)
+        [[{"role": "user", "content": f"{INSTRUCTION}\n{q}"}] for q in questions],
+        add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt",
+        tokenizer_kwargs={"padding_side": "left"}).to(device)
     return encoded.input_ids, encoded.attention_mask
 
 

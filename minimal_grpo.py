@@ -2,11 +2,12 @@
 
     loss = mean over tokens of [-min(ratio * A, clamp(ratio, 1 - clip, 1 + clip) * A) + beta * KL]
     ratio = p(token) / p_old(token),  A = (r - mean(r)) / std(r) over the G rewards r of a prompt
-    KL = exp(d) - 1 - d,  d = log p_ref(token) - log p(token)
+    KL = ratio * (exp(d) - 1 - d),  d = log p_ref(token) - log p(token)
 
-Shao et al. 2024 (arXiv:2402.03300), eq. 3 and 4, except the mean: theirs is over each completion
-first, which favours short right answers and long wrong ones. p_old is the policy that sampled,
-p_ref its copy from before training. Unlike minimal_dpo.py, the model samples its own answers.
+Shao et al. 2024 (arXiv:2402.03300), eq. 3 and 4, but their mean is over each completion first,
+which favours short right answers and long wrong ones, and their KL has no ratio, though samples of
+p_old need it (arXiv:2512.02556, eq. 7). p_old is the policy that sampled, p_ref its copy from
+before training. Unlike minimal_dpo.py, the model samples its own answers.
 Run: uv run minimal_grpo.py
 B prompts, G completions per prompt, N = B*G rows, P, T prompt and completion length, V vocabulary
 """
@@ -49,7 +50,7 @@ def masked_mean(x, mask):
 
 
 # ---- 2. The task ---------------------------------------------------------------------------------
-SYSTEM = "Reply with <answer>sum</answer>."
+INSTRUCTION = "Answer inside <answer></answer> tags."
 
 
 def toy_data():
@@ -78,7 +79,7 @@ def load(name, device):
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: --model {name}, hub name or folder: {str(error).splitlines()[0]}")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    plain = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    plain = "{{ bos_token }}{{ messages[0].content }}\n"
     tokenizer.chat_template = tokenizer.chat_template or plain
     print(Path(__file__).name, name, f"{model.num_parameters():,} parameters", device, model.dtype)
     return model.to(device), tokenizer
@@ -94,9 +95,9 @@ def stop_ids(model, tokenizer):
 def encode_prompts(tokenizer, questions, device):
     """prompt_ids, prompt_mask (B, P), padded on the left: chats up to the completion."""
     encoded = tokenizer.apply_chat_template(
-        [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": q}]
-         for q in questions], add_generation_prompt=True, padding=True, return_dict=True,
-        return_tensors="pt", tokenizer_kwargs={"padding_side": "left"}).to(device)
+        [[{"role": "user", "content": f"{INSTRUCTION}\n{q}"}] for q in questions],
+        add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt",
+        tokenizer_kwargs={"padding_side": "left"}).to(device)
     return encoded.input_ids, encoded.attention_mask
 
 
@@ -214,7 +215,7 @@ def main(config):
                 if epoch == 0:  # weights unchanged since sampling: ratio 1
                     old_logprobs = logprobs.detach()
                 losses, clipped = clipped_surrogate(logprobs, old_logprobs, advantages, config.clip)
-                kl = kl_to_reference(logprobs, ref_logprobs)
+                kl = (logprobs - old_logprobs).exp() * kl_to_reference(logprobs, ref_logprobs)
                 loss = masked_mean(losses + config.beta * kl, mask)
                 loss.backward()
                 norm = torch.nn.utils.clip_grad_norm_(

@@ -3,7 +3,7 @@
     loss = mean over tokens of [-min(ratio * A, clamp(ratio, 1 - clip, 1 + clip) * A) + beta * KL]
     ratio = p(token) / p_old(token),  A = sum over k >= 0 of (gamma * lam)^k * error_(t+k)
     error_t = r_t + gamma * V_(t+1) - V_t,  the critic's loss = (V - (A + V_old))^2 / 2
-    KL = exp(d) - 1 - d,  d = log p_ref(token) - log p(token)
+    KL = ratio * (exp(d) - 1 - d),  d = log p_ref(token) - log p(token)
 
 Schulman et al. 2017 (arXiv:1707.06347), eq. 7; A is GAE, arXiv:1506.02438, eq. 16. To
 minimal_grpo.py it adds the critic, a transformer of its own, in the place of the group's mean: one
@@ -60,7 +60,7 @@ def masked_mean(x, mask):
 
 
 # ---- 2. The task ---------------------------------------------------------------------------------
-SYSTEM = "Reply with <answer>sum</answer>."
+INSTRUCTION = "Answer inside <answer></answer> tags."
 
 
 def toy_data():
@@ -89,7 +89,7 @@ def load(name, device):
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: --model {name}, hub name or folder: {str(error).splitlines()[0]}")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    plain = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    plain = "{{ bos_token }}{{ messages[0].content }}\n"
     tokenizer.chat_template = tokenizer.chat_template or plain
     print(Path(__file__).name, name, f"{model.num_parameters():,} parameters", device, model.dtype)
     return model.to(device), tokenizer
@@ -114,9 +114,9 @@ def make_critic(policy):
 def encode_prompts(tokenizer, questions, device):
     """prompt_ids, prompt_mask (B, P), padded on the left: chats up to the completion."""
     encoded = tokenizer.apply_chat_template(
-        [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": q}]
-         for q in questions], add_generation_prompt=True, padding=True, return_dict=True,
-        return_tensors="pt", tokenizer_kwargs={"padding_side": "left"}).to(device)
+        [[{"role": "user", "content": f"{INSTRUCTION}\n{q}"}] for q in questions],
+        add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt",
+        tokenizer_kwargs={"padding_side": "left"}).to(device)
     return encoded.input_ids, encoded.attention_mask
 
 
@@ -241,7 +241,7 @@ def main(config):
                     old_logprobs = logprobs.detach()
                     advantages, returns = gae(rewards, values, mask, config.gamma, config.lam)
                 losses, clipped = clipped_surrogate(logprobs, old_logprobs, advantages, config.clip)
-                kl = kl_to_reference(logprobs, ref_logprobs)
+                kl = (logprobs - old_logprobs).exp() * kl_to_reference(logprobs, ref_logprobs)
                 loss = masked_mean(losses + config.beta * kl, mask)
                 value_loss = masked_mean((values - returns) ** 2, mask) / 2
                 (loss + value_loss).backward()

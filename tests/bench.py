@@ -256,7 +256,7 @@ def ours(args, steps):
             new = script.token_logprobs(model, *prompts, ids, mask)
             old = new.detach() if old is None else old
             losses, _ = script.clipped_surrogate(new, old, advantages, 0.2)
-            losses = losses + 0.04 * script.kl_to_reference(new, ref)
+            losses = losses + 0.04 * (new - old).exp() * script.kl_to_reference(new, ref)
             script.masked_mean(losses, mask).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -302,7 +302,7 @@ def sequential(args, steps):
         for _ in range(2):
             new = logprobs(model, ids, mask)
             losses, _ = script.clipped_surrogate(new, old, advantages, 0.2)
-            losses = losses + 0.04 * script.kl_to_reference(new, ref)
+            losses = losses + 0.04 * (new - old).exp() * script.kl_to_reference(new, ref)
             optimizer.zero_grad()
             script.masked_mean(losses, mask[:, -T:]).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

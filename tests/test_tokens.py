@@ -29,7 +29,7 @@ def test_prompt_is_the_instruction_the_question_and_the_opening(script, tokenize
     for row, real, question in zip(ids, mask, questions):
         text = tokenizer.decode(row[real.bool()])
         assert text.startswith("<|im_start|>") and text.endswith("\n<|im_start|>assistant\n")
-        assert text.count(script.SYSTEM) == text.count(question) == text.count("assistant") == 1
+        assert text.count(script.INSTRUCTION) == text.count(question) == text.count("assistant") == 1
     # The short one is padded on the left, and what is real of it is the same alone.
     blank = ids.shape[1] - int(mask[1].sum())
     assert blank == len(questions[0]) - len(questions[1]) and mask[0].all()
@@ -40,11 +40,10 @@ def test_prompt_is_the_instruction_the_question_and_the_opening(script, tokenize
 
 @having("encode_prompts")
 @pytest.mark.parametrize("template", [REFUSES, DROPS], ids=["refuses", "drops"])
-@pytest.mark.xfail(strict=True, reason="the instruction stands in the system turn")
 def test_instruction_reaches_a_template_without_a_system_turn(script, template):
     tokenizer = make_tokenizer(template, bos="<|end|>")
     ids, _ = script.encode_prompts(tokenizer, ["What is 3 + 8?"], "cpu")
-    assert script.SYSTEM in tokenizer.decode(ids[0])
+    assert script.INSTRUCTION in tokenizer.decode(ids[0])
 
 
 @having("load")
@@ -54,7 +53,7 @@ def test_base_model_without_a_template_reads_plain_text(script, tmp_path):
     ids, mask = script.encode_prompts(tokenizer, ["What is 3 + 8?"], "cpu")
     text = tokenizer.decode(ids[0])
     assert text.startswith("<|end|>") and text.count("<|end|>") == 1 and text.endswith("\n")
-    assert text.count(script.SYSTEM) == text.count("What is 3 + 8?") == 1 and mask.all()
+    assert text.count(script.INSTRUCTION) == text.count("What is 3 + 8?") == 1 and mask.all()
 
 
 @having("encode_prompts")
