@@ -165,7 +165,7 @@ class Config:
     steps: int = HfArg(default=30, help="updates")
     batch_size: int = HfArg(default=8, help="prompts per step (B), up to 80")
     max_new_tokens: int = HfArg(default=12, help="of the evaluation")
-    lr: float = HfArg(default=1e-5, help="AdamW step size")
+    lr: float = HfArg(default=1e-6, help="AdamW step size")
     beta: float = HfArg(default=1.0, help="weight of the margin")
 
 

@@ -167,7 +167,7 @@ class Config:
     group_size: int = HfArg(default=4, help="completions per prompt (G)")
     max_new_tokens: int = HfArg(default=12, help="longest completion")
     inner_epochs: int = HfArg(default=2, help="updates per rollout")
-    lr: float = HfArg(default=1e-5, help="AdamW step size")
+    lr: float = HfArg(default=1e-7, help="AdamW step size")
     clip: float = HfArg(default=0.2, help="bounds of the ratio")
     beta: float = HfArg(default=0.04, help="weight of the KL")
     scale_by_std: bool = HfArg(default=True, help="divide A by the std")

@@ -192,7 +192,7 @@ class Config:
     batch_size: int = HfArg(default=16, help="prompts per step (B), up to 80")
     max_new_tokens: int = HfArg(default=12, help="longest completion")
     inner_epochs: int = HfArg(default=2, help="updates per rollout")
-    lr: float = HfArg(default=1e-5, help="AdamW step size")
+    lr: float = HfArg(default=1e-7, help="AdamW step size")
     critic_lr: float = HfArg(default=1e-5, help="AdamW step size of the critic")
     clip: float = HfArg(default=0.2, help="bounds of the ratio")
     beta: float = HfArg(default=0.04, help="weight of the KL")

@@ -87,15 +87,16 @@ def test_worked_examples_come_out():
 
 
 def test_defaults_are_those_of_the_scripts():
-    names = ("minimal_grpo", "gsm8k_grpo", "minimal_ppo", "minimal_dpo")
-    toy, real, ppo, dpo = (SCRIPTS[name].Config() for name in names)
+    names = ("minimal_grpo", "gsm8k_grpo", "minimal_ppo", "minimal_dpo", "minimal_sft")
+    toy, real, ppo, dpo, sft = (SCRIPTS[name].Config() for name in names)
 
     def power(value):
         return f"{value:.0e}".replace("e-0", "e-")
 
+    lr = f"{power(sft.lr)} SFT, {power(dpo.lr)} DPO, {power(toy.lr)} GRPO and PPO"
     sizes = f"{toy.batch_size} x {toy.group_size} toy, {real.batch_size} x {real.group_size} GSM8K"
     for knob, default in {
-        "`--lr`": f"{power(toy.lr)} toy, {power(real.lr)} GSM8K",
+        "`--lr`": f"{lr}, {power(real.lr)} GSM8K",
         "`--batch_size`, `--group_size`": sizes,
         "`--inner_epochs`": f"{toy.inner_epochs}",
         "`--clip`": f"{toy.clip}",
@@ -106,6 +107,7 @@ def test_defaults_are_those_of_the_scripts():
         "`--max_new_tokens`": f"{toy.max_new_tokens} toy, {real.max_new_tokens} GSM8K",
     }.items():
         assert f"| {knob} | {default} |" in README
+    assert toy.lr == ppo.lr
     shared = {(c.beta, c.clip, c.inner_epochs) for c in (toy, ppo, real)}
     shared |= {(c.beta, c.clip, c.inner_epochs) for c in [SCRIPTS["gsm8k_sft_grpo"].Config()]}
     assert len(shared) == 1
@@ -125,6 +127,16 @@ def test_requirements_are_those_of_the_project():
     lowest = dict(re.findall(r"^    \"(\w+)>=([\d.]+)\"", project, re.MULTILINE))
     assert found.pop("Python") == re.search(r"requires-python = \">=([\d.]+)\"", project)[1]
     assert found == {name: lowest[name] for name in ("torch", "transformers", "datasets", "tqdm")}
+
+
+def test_the_example_of_an_own_task_trains(tiny, train, monkeypatch):
+    block, own = next(block for _, block in BLOCKS if block.startswith("# your task")), {}
+    exec(block, own)
+    for name in ("INSTRUCTION", "toy_data", "reward"):
+        monkeypatch.setattr(SCRIPTS["minimal_grpo"], name, own[name])
+    output = train("minimal_grpo", tiny, batch_size=2)
+    assert own["INSTRUCTION"] in output and "accuracy_after: 0.000 (0/1)" in output
+    assert own["reward"](" Paris.", "Paris") == 1 and own["reward"]("Rome", "Paris") == 0
 
 
 def test_the_trl_script_runs(tiny, tmp_path):
