@@ -98,7 +98,7 @@ def load(name, device):
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: --model {name}, hub name or folder: {str(error).splitlines()[0]}")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    plain = "{{ bos_token }}{{ messages[0].content }}\n"
+    plain = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}"
     tokenizer.chat_template = tokenizer.chat_template or plain
     print(Path(__file__).name, name, f"{model.num_parameters():,} parameters", device, model.dtype)
     return model.to(device), tokenizer
@@ -234,8 +234,8 @@ class Config:
     inner_epochs: int = HfArg(default=2, help="updates per rollout")
     lr: float = HfArg(default=2e-6, help="step size")
     clip: float = HfArg(default=0.2, help="ratio bounds")
-    beta: float = HfArg(default=0.04, help="weight of the KL")
-    scale_by_std: bool = HfArg(default=True, help="divide A by the std")
+    beta: float = HfArg(default=0.04, help="KL weight")
+    scale_by_std: bool = HfArg(default=True, help="divide A by std")
 
 
 def make_folder(name):

@@ -59,7 +59,7 @@ def load(name, device):
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: --model {name}, hub name or folder: {str(error).splitlines()[0]}")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    plain = "{{ bos_token }}{{ messages[0].content }}\n"
+    plain = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}"
     tokenizer.chat_template = tokenizer.chat_template or plain
     print(Path(__file__).name, name, f"{model.num_parameters():,} parameters", device, model.dtype)
     return model.to(device), tokenizer
@@ -165,7 +165,7 @@ class Config:
     steps: int = HfArg(default=30, help="updates")
     batch_size: int = HfArg(default=8, help="prompts per step (B), up to 80")
     max_new_tokens: int = HfArg(default=12, help="of the evaluation")
-    lr: float = HfArg(default=1e-6, help="AdamW step size")
+    lr: float = HfArg(default=1e-7, help="AdamW step size")
     beta: float = HfArg(default=1.0, help="weight of the margin")
 
 

@@ -89,7 +89,7 @@ def load(name, device):
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: --model {name}, hub name or folder: {str(error).splitlines()[0]}")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    plain = "{{ bos_token }}{{ messages[0].content }}\n"
+    plain = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}"
     tokenizer.chat_template = tokenizer.chat_template or plain
     print(Path(__file__).name, name, f"{model.num_parameters():,} parameters", device, model.dtype)
     return model.to(device), tokenizer

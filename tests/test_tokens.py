@@ -29,7 +29,8 @@ def test_prompt_is_the_instruction_the_question_and_the_opening(script, tokenize
     for row, real, question in zip(ids, mask, questions):
         text = tokenizer.decode(row[real.bool()])
         assert text.startswith("<|im_start|>") and text.endswith("\n<|im_start|>assistant\n")
-        assert text.count(script.INSTRUCTION) == text.count(question) == text.count("assistant") == 1
+        assert text.count(script.INSTRUCTION) == text.count(question) == 1
+        assert text.count("assistant") == 1
     # The short one is padded on the left, and what is real of it is the same alone.
     blank = ids.shape[1] - int(mask[1].sum())
     assert blank == len(questions[0]) - len(questions[1]) and mask[0].all()
@@ -73,7 +74,7 @@ def test_answers_are_not_tokenized_across_the_seam_and_end_in_one_eos(script, an
     tokenizer.add_tokens(["= 1", "=  1", "= .", "12"])  # the first three only across the seam
     prompts = script.encode_prompts(tokenizer, ["x = "], "cpu")
     ids, mask = script.encode_completions(tokenizer, [answer, "a long answer"], "cpu")
-    trained = ids[0][mask[0].bool()].tolist()
+    prompt, trained = f"{script.INSTRUCTION}\nx = ", ids[0][mask[0].bool()].tolist()
     assert tokenizer.decode(trained) == f"{answer}<|im_end|>"
     assert trained == tokenizer(answer).input_ids + [257] and trained.count(257) == 1
     assert mask[0].tolist() == [1] * len(trained) + [0] * (ids.shape[1] - len(trained))
@@ -83,8 +84,8 @@ def test_answers_are_not_tokenized_across_the_seam_and_end_in_one_eos(script, an
     model.register_forward_pre_hook(lambda _, args: fed.append(args[0].tolist()))
     script.sample(model, *prompts, 1, 1, torch.tensor([257]), 257)
     script.token_logprobs(model, *prompts, ids[:1], mask[:1])
-    assert fed[0] == fed[1] == prompts[0].tolist() == [tokenizer("x = ").input_ids]
-    assert tokenizer(f"x = {answer}").input_ids[: len(fed[0][0])] != fed[0][0]
+    assert fed[0] == fed[1] == prompts[0].tolist() == [tokenizer(prompt).input_ids]
+    assert tokenizer(f"{prompt}{answer}").input_ids[: len(fed[0][0])] != fed[0][0]
 
 
 @having("toy_data")
