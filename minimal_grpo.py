@@ -169,8 +169,8 @@ class Config:
     inner_epochs: int = HfArg(default=2, help="updates per rollout")
     lr: float = HfArg(default=1e-7, help="AdamW step size")
     clip: float = HfArg(default=0.2, help="bounds of the ratio")
-    beta: float = HfArg(default=0.04, help="weight of the KL")
-    scale_by_std: bool = HfArg(default=True, help="divide A by the std")
+    beta: float = HfArg(default=0.04, help="KL weight")
+    scale_by_std: bool = HfArg(default=True, help="divide A by std")
 
 
 def make_folder(name):

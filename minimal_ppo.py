@@ -195,7 +195,7 @@ class Config:
     lr: float = HfArg(default=1e-7, help="AdamW step size")
     critic_lr: float = HfArg(default=1e-5, help="AdamW step size of the critic")
     clip: float = HfArg(default=0.2, help="bounds of the ratio")
-    beta: float = HfArg(default=0.04, help="weight of the KL")
+    beta: float = HfArg(default=0.04, help="KL weight")
     gamma: float = HfArg(default=1.0, help="discount per token")
     lam: float = HfArg(default=0.95, help="GAE: 1 trusts the reward, 0 the critic")
 
